@@ -1,0 +1,1 @@
+"""Measurements behind the README; each runs as `python -m bench.NAME`."""

@@ -1,0 +1,1 @@
+"""Find: which held blocks match these tokens."""

@@ -1,0 +1,1 @@
+"""Move and compute: RoPE and codec kernels, static graphs, NPU runtimes."""

@@ -70,7 +70,13 @@ class DynamicNtk(msgspec.Struct, frozen=True, tag="dynamic"):
     original_context: int
 
 
-Scaling = Linear | Llama3 | Yarn | LongRope | DynamicNtk
+class Explicit(msgspec.Struct, frozen=True, tag="explicit"):
+    """A divisor per frequency as the model file gives it (`rope_freqs` of a GGUF). One of 1e30 stops its pair."""
+
+    factors: tuple[float, ...]
+
+
+Scaling = Linear | Llama3 | Yarn | LongRope | DynamicNtk | Explicit
 
 
 class Rope(msgspec.Struct, frozen=True):
@@ -93,11 +99,11 @@ class Rope(msgspec.Struct, frozen=True):
             )
         if not (math.isfinite(self.theta) and self.theta > 1):
             raise ValueError(f"theta {self.theta} must be a finite number above 1")
-        if isinstance(self.scaling, LongRope):
-            for name in ("short_factor", "long_factor"):
-                count = len(getattr(self.scaling, name))
-                if count != self.rotary_dim // 2:
-                    raise ValueError(f"{name} has {count} entries, rotary_dim / 2 is {self.rotary_dim // 2}")
+        for name, factors in _divisors(self.scaling).items():
+            if len(factors) != self.rotary_dim // 2:
+                raise ValueError(
+                    f"{name} has {len(factors)} entries, rotary_dim / 2 is {self.rotary_dim // 2}"
+                )
 
     def inverse_frequencies(self) -> NDArray[np.float64]:
         """w_i in radians a position, shape [rotary_dim / 2], scaling applied."""
@@ -112,9 +118,10 @@ class Rope(msgspec.Struct, frozen=True):
                 return _llama3(base, self.scaling)
             case Yarn():
                 return _yarn(base, self.theta, self.rotary_dim, self.scaling)
-            case LongRope():
-                long = self.scaling.regime == "long"
-                return base / np.asarray(self.scaling.long_factor if long else self.scaling.short_factor)
+            case LongRope(short_factor=short, long_factor=long, regime=regime):
+                return np.divide(base, long if regime == "long" else short)
+            case Explicit(factors):
+                return np.divide(base, factors)
 
     @property
     def attention_factor(self) -> float:
@@ -136,6 +143,17 @@ class Rope(msgspec.Struct, frozen=True):
             np.atleast_1d(np.asarray(positions, dtype=np.float64)), self.inverse_frequencies()
         )
         return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+
+def _divisors(scaling: Scaling | None) -> dict[str, tuple[float, ...]]:
+    """The lists that hold one divisor per frequency, by name."""
+    match scaling:
+        case LongRope(short_factor=short, long_factor=long):
+            return {"short_factor": short, "long_factor": long}
+        case Explicit(factors):
+            return {"factors": factors}
+        case _:
+            return {}
 
 
 def _llama3(base: NDArray[np.float64], scaling: Llama3) -> NDArray[np.float64]:
@@ -162,5 +180,5 @@ def _yarn(base: NDArray[np.float64], theta: float, rotary_dim: int, scaling: Yar
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rotary_dim - 1)
-    ramp = np.clip((np.arange(rotary_dim // 2) - low) / max(high - low, 1e-3), 0, 1)
+    ramp: NDArray[np.float64] = np.clip((np.arange(rotary_dim // 2) - low) / max(high - low, 1e-3), 0, 1)
     return base / scaling.factor * ramp + base * (1 - ramp)

@@ -1,0 +1,1 @@
+"""Mirrors the folders of the package; `reference` and `tiny_models` are what the tests measure against."""

@@ -1,0 +1,398 @@
+"""A language model on static graphs: prefill and decode over KV that the host owns.
+
+The engine compiles a graph for each (C, S) it needs, C tokens over S slots, split into `groups` of consecutive
+layers. Any set of tokens is computed by calls of these graphs (see `graphs` for why that needs no other graph), the
+cheapest calls by measured cost (see `schedule`). Calls run group by group: all of them through the first layers, then
+all through the next, so that whoever loads KV from elsewhere has to bring a group's layers only when it is due.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import platformdirs
+from numpy.typing import ArrayLike, NDArray
+
+from .call import BoundCall, Call
+from .graphs import EMPTY, Form, KvDtype, head_graph, layer_graph
+from .kv_allocation import ContextExceeded, KvAllocation
+from .onnx_runtime import OnnxRuntime
+from .runtime import CompiledGraph, NpuRuntime
+from .schedule import CallCosts, CostTable
+from .weights import open_weights
+
+SIZES = (1, 16, 32, 64, 128, 256, 512)
+CONTEXTS = (512, 1024, 2048, 4096)
+
+_HEAD_ROWS = 16  # logits of many tokens at once are computed by blocks of so many
+
+
+class InvalidTokens(ValueError):
+    """Token ids, positions or slots that no call can compute; the message names the first thing wrong."""
+
+
+@dataclass
+class Statistics:
+    """What the engine has computed so far. `calls` counts by size C; padding is what the sizes exceed the tokens."""
+
+    calls: Counter[int] = field(default_factory=Counter)
+    tokens: int = 0
+    padding: int = 0
+
+
+class StaticGraphEngine:
+    """The model in the GGUF at `model`, llama family (see `weights`).
+
+    sizes: the C for which graphs may be compiled; contexts: the S. Only those that are used are compiled.
+    groups: how many parts the layers are split into; `layer_groups` gives their ranges.
+    kv_dtype: float32 is exact; float16 halves the memory of the KV (logits move by about 0.02 for SmolLM2-135M).
+    form: `read_only_past` for compilers that cannot update an input in place; the same results, a few % slower.
+    cache: where converted weights and measured costs are kept, about 7 bytes a parameter (default: `engine` in
+    $KVSTORE_CACHE_DIR, else in the user's cache directory).
+
+    One allocation must not be used by two threads at once; different allocations may.
+    Raises UnsupportedModel, OSError, ValueError.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        *,
+        runtime: NpuRuntime | None = None,
+        sizes: Sequence[int] = SIZES,
+        contexts: Sequence[int] = CONTEXTS,
+        groups: int = 1,
+        kv_dtype: KvDtype = "float32",
+        form: Form = "in_place",
+        cache: Path | None = None,
+    ) -> None:
+        self.runtime = runtime or OnnxRuntime()
+        self.weights = open_weights(
+            Path(model),
+            cache or _default_cache(),
+            variant=self.runtime.name,
+            prepare=lambda weights: self.runtime.prepare(
+                layer_graph(weights, tokens=16, slots=64, layers=range(weights.config.layers))
+            ),
+        )
+        self.config = self.weights.config
+        if not 1 <= groups <= self.config.layers:
+            raise ValueError(f"{groups} layer groups: the model has {self.config.layers} layers")
+        bounds = [self.config.layers * g // groups for g in range(groups + 1)]
+        self.layer_groups = [range(a, b) for a, b in itertools.pairwise(bounds)]
+        self.sizes = sorted(set(sizes))
+        self.contexts = sorted(set(contexts))
+        if min(self.sizes, default=0) < 1 or min(self.contexts, default=0) < 2:
+            raise ValueError(f"sizes {sizes} must be at least 1, contexts {contexts} at least 2, none empty")
+        self.kv_dtype = kv_dtype
+        self.form = form
+        self.statistics = Statistics()
+        self._lock = (
+            threading.RLock()
+        )  # held while a graph is compiled or costs are measured, not while one runs
+        self._parts: dict[tuple[int, int], list[CompiledGraph]] = {}
+        self._heads: dict[int, CompiledGraph] = {}
+        self._costs = CostTable(self.weights.folder / f"costs-{kv_dtype}-{form}-{groups}.json")
+        self._bound: WeakKeyDictionary[KvAllocation, dict[int, BoundCall]] = WeakKeyDictionary()
+
+    @property
+    def identity_parts(self) -> dict[str, str]:
+        """What of this engine decides whether KV can be reused, beside tokenizer and layout (see `config`)."""
+        return {
+            "weights": self.weights.digest,
+            "quantization": self.config.quantization,
+            "kv_dtype": self.kv_dtype,
+        }
+
+    def allocate(self, context_tokens: int) -> KvAllocation:
+        """Empty KV for at least `context_tokens` tokens: of the smallest context length that holds them.
+
+        Raises ContextExceeded.
+        """
+        if context_tokens > self.config.context_length:
+            raise ContextExceeded(
+                f"needs {context_tokens} tokens, the model was made for {self.config.context_length}: "
+                "shorten the prompt or ask for fewer new tokens"
+            )
+        for slots in self.contexts:
+            if context_tokens < slots:
+                return self._allocate(slots)
+        raise ContextExceeded(
+            f"needs {context_tokens} tokens, the largest context of {self.contexts[-1]} slots holds "
+            f"{self.contexts[-1] - 1}: shorten the prompt or open the engine with a longer one in `contexts`"
+        )
+
+    def grow(self, kv: KvAllocation, context_tokens: int) -> KvAllocation:
+        """A larger allocation that holds what `kv` holds, slot for slot. `kv` stays as it is."""
+        grown = self.allocate(max(context_tokens, kv.capacity))
+        grown.copy_from(kv)
+        return grown
+
+    def prefill(
+        self,
+        tokens: ArrayLike,
+        kv: KvAllocation,
+        start: int = 0,
+        before_group: Callable[[int], None] | None = None,
+    ) -> NDArray[np.float32]:
+        """Compute tokens[start:]; returns the logits after the last token, float32 [vocab].
+
+        Token i has position i and slot i. The KV of tokens[:start] must be in its slots, for the layers of group g
+        at the latest when before_group(g) returns. At least one token is always computed: start < len(tokens).
+        Raises InvalidTokens and ContextExceeded before anything is changed, and what before_group raises (then
+        `kv` is left empty).
+        """
+        ids = _int32("token ids", tokens)
+        if not 0 <= start < len(ids):
+            raise InvalidTokens(
+                f"start {start} with {len(ids)} tokens: at least one token has to be computed for its logits"
+            )
+        _check_capacity(len(ids), kv)
+        places = np.arange(start, len(ids), dtype=np.int32)
+        calls = self.plan(ids[start:], places, places, kv)
+        self._check(calls, kv)
+        kv.slot_positions[:start] = np.arange(start)
+        kv.slot_positions[start:] = EMPTY
+        logits: NDArray[np.float32] = self.run(calls, kv, logits_of=[-1], before_group=before_group)[0]
+        return logits
+
+    def step(
+        self,
+        token_ids: ArrayLike,
+        positions: ArrayLike,
+        slots: ArrayLike,
+        kv: KvAllocation,
+        last: int | None = -1,
+    ) -> NDArray[np.float32] | None:
+        """Compute any tokens at any ascending positions into any slots; see `graphs` for what they see.
+
+        Returns the logits after token number `last` of them, float32 [vocab], or None if `last` is None.
+        Raises InvalidTokens and ContextExceeded before anything is changed.
+        """
+        calls = self.plan(token_ids, positions, slots, kv)
+        logits = self.run(calls, kv, logits_of=[] if last is None else [last])
+        return None if last is None else logits[0]
+
+    def decode(
+        self,
+        logits: NDArray[np.float32],
+        kv: KvAllocation,
+        position: int,
+        choose: Callable[[NDArray[np.float32]], int] = lambda logits: int(logits.argmax()),
+    ) -> Iterator[int]:
+        """Generate tokens without end, the first from `logits`; its position and slot are `position`.
+
+        A token is computed only when its successor is asked for, so the last one taken is not in `kv`.
+        Raises ContextExceeded when the allocation is full.
+        """
+        while True:
+            token = choose(logits)
+            yield token
+            _check_capacity(position + 1, kv)
+            logits = cast(NDArray[np.float32], self.step([token], [position], [position], kv))
+            position += 1
+
+    def plan(
+        self, token_ids: ArrayLike, positions: ArrayLike, slots: ArrayLike, kv: KvAllocation
+    ) -> list[Call]:
+        """The cheapest calls for these tokens, in their order. Raises InvalidTokens."""
+        ids, at = _int32("token ids", token_ids), _int32("positions", positions)
+        into = _int32("slots", slots)
+        if not len(ids) == len(at) == len(into):
+            raise InvalidTokens(f"{len(ids)} token ids, {len(at)} positions, {len(into)} slots")
+        if len(ids) == 1 and self.sizes[0] == 1:
+            return [Call(1, ids, at, into)]
+        with self._lock:
+            cover = self.costs(kv.slots).cover(len(ids))
+        calls, start = [], 0
+        for size in cover.sizes:
+            end = start + size
+            calls.append(Call(size, ids[start:end], at[start:end], into[start:end]))
+            start = end
+        return calls
+
+    def run(
+        self,
+        calls: Sequence[Call],
+        kv: KvAllocation,
+        logits_of: Sequence[int] = (),
+        before_group: Callable[[int], None] | None = None,
+    ) -> NDArray[np.float32]:
+        """Run calls whose positions ascend from each to the next, layer group by layer group.
+
+        before_group(g) is called before the first call reads the KV of group g. `logits_of` numbers tokens through
+        all calls (negative: from the end); returns their logits, float32 [len(logits_of), vocab].
+        Raises InvalidTokens and ContextExceeded before anything is changed. Raises what before_group raises; then
+        some layers hold the new tokens and others do not, so the allocation is left empty.
+        """
+        self._check(calls, kv)
+        for call in calls:
+            kv.slot_positions[call.slots] = call.positions
+        hidden: list[NDArray[np.float32] | None] = [None] * len(calls)
+        try:
+            for group in range(len(self.layer_groups)):
+                if before_group:
+                    before_group(group)
+                for number, call in enumerate(calls):
+                    hidden[number] = self._bind(kv, call.size).run(group, call, hidden[number])
+        except BaseException:
+            kv.slot_positions[:] = EMPTY
+            raise
+        for call in calls:
+            self.statistics.calls[call.size] += 1
+            self.statistics.tokens += len(call.token_ids)
+            self.statistics.padding += call.size - len(call.token_ids)
+        if not logits_of:
+            return np.empty((0, self.config.vocab), np.float32)
+        rows = [cast(Any, h)[: len(call.token_ids)] for h, call in zip(hidden, calls, strict=True)]
+        return self._logits(np.concatenate(rows)[list(logits_of)])
+
+    def costs(self, slots: int) -> CallCosts:
+        """Measured cost of a call of each size over `slots` slots; measured now if this device never did."""
+        with self._lock:
+            return self._costs.at(slots, self._sizes_at(slots), lambda: self._measure(slots))
+
+    def warm_up(self, context_tokens: int) -> None:
+        """Compile every graph for this context length, measure costs if not known, and bring weights into memory.
+
+        Without it the first calls of each size pay for that.
+        """
+        kv = self.allocate(context_tokens)
+        self.costs(kv.slots)
+        for size in self._sizes_at(kv.slots):
+            self._time_call(kv, size)
+        self._logits(np.zeros((1, self.config.hidden), np.float32))
+
+    def _allocate(self, slots: int) -> KvAllocation:
+        return KvAllocation(self.runtime.allocate, self.config, slots, np.dtype(self.kv_dtype))
+
+    def _check(self, calls: Sequence[Call], kv: KvAllocation) -> None:
+        if not calls:
+            raise InvalidTokens("no tokens")
+        for call in calls:
+            counts = {len(call.token_ids), len(call.positions), len(call.slots)}
+            if len(counts) > 1 or not 0 < max(counts) <= call.size:
+                raise InvalidTokens(
+                    f"a call of size {call.size} was given {sorted(counts)} ids, positions, slots"
+                )
+        ids, positions, slots = (
+            np.concatenate([getattr(call, name) for call in calls])
+            for name in ("token_ids", "positions", "slots")
+        )
+        if ids.min() < 0 or ids.max() >= self.config.vocab:
+            wrong = ids[(ids < 0) | (ids >= self.config.vocab)][0]
+            raise InvalidTokens(f"token id {wrong} is not in the vocabulary of {self.config.vocab}")
+        if positions[0] < 0 or (np.diff(positions) <= 0).any():
+            raise InvalidTokens("positions must be ascending and not negative")
+        if positions[-1] >= self.config.context_length:
+            raise ContextExceeded(
+                f"position {positions[-1]}: the model was made for {self.config.context_length} tokens"
+            )
+        if slots.min() < 0 or slots.max() >= kv.capacity:
+            wrong = slots[(slots < 0) | (slots >= kv.capacity)][0]
+            raise ContextExceeded(
+                f"slot {wrong}: the allocation holds {kv.capacity} tokens; grow it with engine.grow"
+            )
+        if len(np.unique(slots)) != len(slots):
+            raise InvalidTokens("two tokens share a slot")
+
+    def _compiled(self, size: int, slots: int) -> list[CompiledGraph]:
+        with self._lock:
+            if (size, slots) not in self._parts:
+                self._parts[size, slots] = [
+                    self.runtime.compile(
+                        layer_graph(
+                            self.weights,
+                            tokens=size,
+                            slots=slots,
+                            layers=layers,
+                            kv_dtype=self.kv_dtype,
+                            form=self.form,
+                        )
+                    )
+                    for layers in self.layer_groups
+                ]
+            return self._parts[size, slots]
+
+    def _bind(self, kv: KvAllocation, size: int) -> BoundCall:
+        bound = self._bound.setdefault(kv, {})
+        if size not in bound:
+            bound[size] = BoundCall(
+                self._compiled(size, kv.slots),
+                self.layer_groups,
+                kv,
+                size=size,
+                hidden=self.config.hidden,
+                form=self.form,
+            )
+        return bound[size]
+
+    def _logits(self, hidden: NDArray[np.float32]) -> NDArray[np.float32]:
+        """[n, hidden] → [n, vocab]: one by one for a few rows, else by blocks."""
+        logits = np.empty((len(hidden), self.config.vocab), np.float32)
+        rows = 1 if len(hidden) < _HEAD_ROWS else _HEAD_ROWS
+        with self._lock:
+            if rows not in self._heads:
+                self._heads[rows] = self.runtime.compile(head_graph(self.weights, rows))
+        starts = [*range(0, len(hidden) - rows, rows), len(hidden) - rows]  # the last block may overlap
+        for start in starts:
+            block = slice(start, start + rows)
+            self._heads[rows].bind({"hidden": hidden[block], "logits": logits[block]}).run()
+        return logits
+
+    def _sizes_at(self, slots: int) -> list[int]:
+        return [size for size in self.sizes if size <= slots] or self.sizes[:1]
+
+    def _measure(self, slots: int) -> dict[int, float]:
+        kv, seconds = self._allocate(slots), dict[int, float]()
+        for size in self._sizes_at(slots):
+            self._time_call(kv, size)  # compiles, and brings the weights into memory
+            samples: list[float] = []
+            while len(samples) < 3 and sum(samples) < 0.5:
+                samples.append(self._time_call(kv, size))
+            seconds[size] = min(samples)
+        return seconds
+
+    def _time_call(self, kv: KvAllocation, size: int) -> float:
+        places = np.arange(min(size, kv.capacity), dtype=np.int32)
+        call, before = Call(size, np.zeros_like(places), places, places), time.perf_counter()
+        hidden = None
+        for group in range(len(self.layer_groups)):
+            hidden = self._bind(kv, size).run(group, call, hidden)
+        return time.perf_counter() - before
+
+
+def _default_cache() -> Path:
+    return Path(os.environ.get("KVSTORE_CACHE_DIR") or platformdirs.user_cache_dir("kvstore")) / "engine"
+
+
+def _int32(what: str, values: ArrayLike) -> NDArray[np.int32]:
+    array = np.asarray(values)
+    if array.ndim != 1 or len(array) == 0:
+        raise InvalidTokens(f"{what}: a sequence of at least one is needed, not shape {array.shape}")
+    if array.dtype.kind not in "iu":
+        raise InvalidTokens(f"{what}: integers are needed, not {array.dtype}")
+    limits = np.iinfo(np.int32)
+    if array.min() < limits.min or array.max() >= limits.max:
+        raise InvalidTokens(
+            f"{what}: {array.max() if array.max() >= limits.max else array.min()} is out of range"
+        )
+    return array.astype(np.int32, copy=False)
+
+
+def _check_capacity(tokens: int, kv: KvAllocation) -> None:
+    if tokens > kv.capacity:
+        raise ContextExceeded(
+            f"needs {tokens} tokens, the allocation holds {kv.capacity}: grow it with engine.grow, "
+            "or shorten the prompt"
+        )

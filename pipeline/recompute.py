@@ -1,0 +1,170 @@
+"""Which tokens of moved runs are computed again, since their KV lacks attention to what now precedes them.
+
+A repair ranks the tokens of all moved runs, best first, and says how many it needs at least. The caller may take more
+of the ranking for nothing: a static graph computes a fixed number of tokens, so the rest of the last call is paid for
+anyway (see `select`). A repair sees positions and evidence, never KV.
+
+    Nothing             full reuse; a control
+    FirstTokens(k)      the first k of each run, known ahead (EPIC, Hu et al. 2024, arXiv 2410.15332, section 4):
+                        repairs the false attention sink at the head of a run
+    Attended(share)     what the question attends to over the blended KV, by spans (after ProphetKV, arXiv 2602.02579)
+    Deviating(share)    where keys and values of an early layer differ most from fresh ones (CacheBlend, Yao et al.
+                        2024, arXiv 2405.16444, section 4)
+    Both(a, b)          what a needs, then b's ranking
+    Everything          every token; equals prefill exactly
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+Positions = NDArray[np.int64]
+
+
+class MovedRun(NamedTuple):
+    """Tokens [target, target + length) of a prompt, whose KV was loaded from elsewhere and turned."""
+
+    target: int
+    length: int
+
+
+class Evidence(NamedTuple):
+    """What was measured over the blended KV, by position in the prompt, float32 [prompt tokens]; None if it was not.
+
+    attention: softmax probabilities of the question's tokens, summed over heads and layers.
+    deviation: squared difference of keys and values from fresh ones.
+    """
+
+    attention: NDArray[np.float32] | None = None
+    deviation: NDArray[np.float32] | None = None
+
+
+class Repair(Protocol):
+    """A way of choosing. `evidence` names what `rank` needs measured: "attention", "deviation", or None."""
+
+    @property
+    def evidence(self) -> str | None: ...
+
+    def least(self, runs: Sequence[MovedRun]) -> int:
+        """How many tokens have to be computed again at least."""
+        ...
+
+    def rank(self, runs: Sequence[MovedRun], evidence: Evidence) -> Positions:
+        """Positions of the moved tokens, best first; at least `least` of them."""
+        ...
+
+
+def select(repair: Repair, runs: Sequence[MovedRun], evidence: Evidence, spare: int = 0) -> Positions:
+    """Ascending positions to compute again: what the repair needs, and up to `spare` more that cost nothing."""
+    return np.sort(repair.rank(runs, evidence)[: repair.least(runs) + spare])
+
+
+class Nothing(msgspec.Struct, frozen=True, tag="nothing"):
+    """Full reuse: nothing is computed again, not even where it would be free."""
+
+    evidence: None = None
+
+    def least(self, runs: Sequence[MovedRun]) -> int:
+        del runs
+        return 0
+
+    def rank(self, runs: Sequence[MovedRun], evidence: Evidence) -> Positions:
+        del runs, evidence
+        return np.empty(0, dtype=np.int64)
+
+
+class FirstTokens(msgspec.Struct, frozen=True, tag="first"):
+    """The first `k` tokens of each run; more of the ranking lengthens all runs' heads alike."""
+
+    k: int
+    evidence: None = None
+
+    def least(self, runs: Sequence[MovedRun]) -> int:
+        return sum(min(self.k, run.length) for run in runs)
+
+    def rank(self, runs: Sequence[MovedRun], evidence: Evidence) -> Positions:
+        del evidence
+        depth = np.concatenate([np.arange(run.length) for run in runs])
+        return _positions(runs)[np.argsort(depth, kind="stable")]
+
+
+class Attended(msgspec.Struct, frozen=True, tag="attended"):
+    """The `share` of the moved tokens that the question attends to most, averaged over `span` neighbours.
+
+    Averaging chooses spans instead of single tokens: a fact is a few tokens long.
+    """
+
+    share: float
+    span: int = 9
+    evidence: str = "attention"
+
+    def least(self, runs: Sequence[MovedRun]) -> int:
+        return round(self.share * sum(run.length for run in runs))
+
+    def rank(self, runs: Sequence[MovedRun], evidence: Evidence) -> Positions:
+        assert evidence.attention is not None
+        smooth = np.convolve(evidence.attention, np.full(self.span, 1 / self.span), mode="same")
+        positions = _positions(runs)
+        return positions[np.argsort(-smooth[positions], kind="stable")]
+
+
+class Deviating(msgspec.Struct, frozen=True, tag="deviating"):
+    """The `share` of the moved tokens whose early keys and values are furthest from fresh ones."""
+
+    share: float
+    evidence: str = "deviation"
+
+    def least(self, runs: Sequence[MovedRun]) -> int:
+        return round(self.share * sum(run.length for run in runs))
+
+    def rank(self, runs: Sequence[MovedRun], evidence: Evidence) -> Positions:
+        assert evidence.deviation is not None
+        positions = _positions(runs)
+        return positions[np.argsort(-evidence.deviation[positions], kind="stable")]
+
+
+class Both(msgspec.Struct, frozen=True, tag="both"):
+    """What `first` needs, then what `then` ranks highest of the rest."""
+
+    first: FirstTokens
+    then: Attended | Deviating
+
+    @property
+    def evidence(self) -> str:
+        return self.then.evidence
+
+    def least(self, runs: Sequence[MovedRun]) -> int:
+        total = sum(run.length for run in runs)
+        return min(total, self.first.least(runs) + self.then.least(runs))
+
+    def rank(self, runs: Sequence[MovedRun], evidence: Evidence) -> Positions:
+        heads = self.first.rank(runs, evidence)[: self.first.least(runs)]
+        others = self.then.rank(runs, evidence)
+        return np.concatenate([heads, others[~np.isin(others, heads)]])
+
+
+class Everything(msgspec.Struct, frozen=True, tag="everything"):
+    """Every moved token: the oracle."""
+
+    evidence: None = None
+
+    def least(self, runs: Sequence[MovedRun]) -> int:
+        return sum(run.length for run in runs)
+
+    def rank(self, runs: Sequence[MovedRun], evidence: Evidence) -> Positions:
+        del evidence
+        return _positions(runs)
+
+
+AnyRepair = Nothing | FirstTokens | Attended | Deviating | Both | Everything
+
+
+def _positions(runs: Sequence[MovedRun]) -> Positions:
+    if not runs:
+        return np.empty(0, dtype=np.int64)
+    return np.concatenate([np.arange(run.target, run.target + run.length, dtype=np.int64) for run in runs])

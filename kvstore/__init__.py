@@ -1,7 +1,45 @@
-"""Hierarchical KV-cache store for LLM inference on NPU devices."""
+"""Hierarchical KV-cache store for LLM inference on NPU devices.
 
+`kvstore.open` gives a store of one identity; see `kvstore.store`. Names load on first use, so that `import kvstore`
+costs next to nothing.
+"""
+
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 # In a checkout the subsystems lie beside this folder, installed they lie inside it; find them either way.
 if not (Path(__file__).parent / "index").is_dir():
     __path__.append(str(Path(__file__).parent.parent))
+
+if TYPE_CHECKING:
+    from .errors import KVStoreError as KVStoreError
+    from .identity import Adapter as Adapter
+    from .identity import Identity as Identity
+    from .layout import Layout as Layout
+    from .lease import Lease as Lease
+    from .profile import Profile as Profile
+    from .store import KVStore as KVStore
+    from .store import Match as Match
+    from .store import open_store as open
+
+_HOMES = {
+    "Adapter": "identity",
+    "Identity": "identity",
+    "KVStore": "store",
+    "KVStoreError": "errors",
+    "Layout": "layout",
+    "Lease": "lease",
+    "Match": "store",
+    "Profile": "profile",
+}
+
+__all__ = [*_HOMES, "open"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "open":
+        return import_module(".store", __name__).open_store
+    if name in _HOMES:
+        return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,77 @@
+"""A block: up to `block_tokens` consecutive tokens with their KV, the unit that is held, moved and dropped."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .arena import Extent
+
+if TYPE_CHECKING:
+    from .memory import MemoryTier
+    from .namespace import Namespace
+
+KEY_BYTES = 32
+
+
+def block_key(identity: bytes, parent: bytes, tokens: NDArray[np.int32]) -> bytes:
+    """Name of a block: BLAKE2b-256 over identity, parent's key (empty at position 0) and token ids.
+
+    The chain makes the key speak for all that precedes the block. It is cryptographic because a child finds its
+    parent by it after a restart; a lookup compares token ids besides.
+    """
+    digest = hashlib.blake2b(identity, digest_size=KEY_BYTES)
+    digest.update(len(parent).to_bytes(1, "little"))
+    digest.update(parent)
+    digest.update(np.ascontiguousarray(tokens, dtype="<i4").tobytes())
+    return digest.digest()
+
+
+@dataclass(slots=True)
+class Residence:
+    """Where a block's raw bytes lie in memory."""
+
+    tier: MemoryTier
+    extent: Extent
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """One held block. Immutable but for where it lies and who uses it; the store changes those under its lock.
+
+    `start` is the position of its first token. `cold_bytes` is what it occupies on flash, 0 when it is not there.
+    `leases` counts who relies on it: while above 0 it is neither moved nor dropped. `doomed` blocks are no longer
+    findable and go when the last lease ends.
+    """
+
+    number: int
+    key: bytes
+    parent_key: bytes
+    namespace: Namespace
+    tokens: NDArray[np.int32]
+    start: int
+    nbytes: int
+    memory: Residence | None = None
+    cold_bytes: int = 0
+    leases: int = 0
+    doomed: bool = False
+    tail: Block | None = None  # the block that this one replaced, kept while only that one is on flash
+    aside: bool = False  # doomed, and its record waits under another name for the last lease to end
+    waiting: bool = False  # queued for flash
+    hits: int = 0
+    last_use: float = 0.0
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def tier(self) -> str:
+        """Nearest tier that holds it: "hot", "warm", "cold" or "none"."""
+        if self.memory is not None:
+            return self.memory.tier.name
+        return "cold" if self.cold_bytes else "none"

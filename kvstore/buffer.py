@@ -1,0 +1,69 @@
+"""KV as an engine holds it: per layer two arrays, keys and values, [kv_heads, slots, head_dim]."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import BufferTooSmallError, LayoutMismatchError
+from .layout import Layout
+
+
+class KvBuffer(Protocol):
+    """Arrays of any strides, so that a transposed or padded engine layout is a view and needs no copy.
+
+    Layers without KV have None. bfloat16 is held as uint16.
+    """
+
+    @property
+    def keys(self) -> Sequence[NDArray[Any] | None]: ...
+
+    @property
+    def values(self) -> Sequence[NDArray[Any] | None]: ...
+
+
+def check_buffer(
+    buffer: KvBuffer, layout: Layout, tokens: int, slots: NDArray[np.int64] | None, *, written: bool = False
+) -> None:
+    """Raise LayoutMismatchError or BufferTooSmallError unless `buffer` has room for `tokens` tokens of `layout`.
+
+    `written` asks besides that it can be written.
+    """
+    for name, arrays in (("keys", buffer.keys), ("values", buffer.values)):
+        if len(arrays) != len(layout.layers):
+            raise LayoutMismatchError(f"{name} has {len(arrays)} layers, the layout has {len(layout.layers)}")
+    if slots is not None:
+        if not isinstance(slots, np.ndarray) or slots.ndim != 1 or slots.dtype.kind not in "iu":
+            raise LayoutMismatchError(f"slots must be a one-dimensional array of integers, is {slots!r}")
+        if len(slots) < tokens:
+            raise BufferTooSmallError(f"needs slots for {tokens} tokens, got {len(slots)}")
+    highest = tokens - 1 if slots is None else int(slots[:tokens].max(initial=-1))
+    if slots is not None and int(slots[:tokens].min(initial=0)) < 0:
+        raise LayoutMismatchError("slots must not be negative")
+    dtype = layout.numpy_dtype
+    for index, (layer, key, value) in enumerate(zip(layout.layers, buffer.keys, buffer.values, strict=True)):
+        if not layer.holds_kv:
+            continue
+        for name, array, shape in (
+            ("keys", key, layout.key_shape(index, tokens)),
+            ("values", value, layout.value_shape(index, tokens)),
+        ):
+            heads, _, head_dim = shape
+            if not isinstance(array, np.ndarray):
+                raise LayoutMismatchError(f"{name} of layer {index} is {array!r}, the layout has {layer}")
+            if array.dtype != dtype:
+                raise LayoutMismatchError(
+                    f"{name} of layer {index} is {array.dtype}, the layout has {layout.dtype} (held as {dtype})"
+                )
+            if array.ndim != 3 or (array.shape[0], array.shape[2]) != (heads, head_dim):
+                raise LayoutMismatchError(
+                    f"{name} of layer {index} has shape {array.shape}, needs ({heads}, tokens, {head_dim})"
+                )
+            if written and not array.flags.writeable:
+                raise LayoutMismatchError(f"{name} of layer {index} is read-only")
+            if array.shape[1] <= highest:
+                what = f"needs {tokens} tokens" if slots is None else f"needs slot {highest}"
+                raise BufferTooSmallError(f"{what}, {name} of layer {index} holds {array.shape[1]}")

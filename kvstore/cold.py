@@ -1,0 +1,253 @@
+"""The cold tier: records on flash within a budget of bytes, findable again after any kind of stop.
+
+A record is written under a temporary name and renamed, so it is whole or absent. The index follows later, in one
+piece: what a kill leaves behind is a temporary file (removed on opening), a record without a row (adopted from its own
+header) or a row without its record (dropped).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from .cold_index import ColdIndex, Opened, Row, row_bytes
+from .directory import SCRATCH, DataDirectory
+from .record import BadRecordError, Header, RecordReader
+
+_GROWTH = 256 * 1024  # what folders may grow by between two looks at them, and an index without rows
+_INDEX_LAG = 256  # changes until the index is written anew, which bounds what opening has to adopt
+_INDEX_SHARE = 32  # or this part of all records: so the index is written 32 times over its size at most
+
+log = logging.getLogger(__name__)
+
+
+class ColdTier:
+    """Record files under `directory`, at most `budget` bytes of disk in all: records, index, folders, quarantine.
+
+    What a record occupies includes its row of the index. `reserve`, `release` and accounting are called under the
+    store's lock; `write`, `write_index` and `reader` outside it.
+    """
+
+    def __init__(self, directory: DataDirectory, budget: int, block_tokens: int) -> None:
+        self.total = budget
+        self.bytes_written = 0
+        self._directory = directory
+        self._page = max(4096, os.statvfs(directory.path).f_frsize)
+        self._row_bytes = row_bytes(block_tokens)
+        self._index = ColdIndex(directory.index)
+        self._unsynced: set[Path] = set()
+        self._changes = 0  # of records since the index was written
+        self._count = 0
+        self.bad: Counter[str] = Counter()
+        self.rows = self._reconcile()
+        self._records = sum(row.file_bytes for row in self.rows.values())
+        self._quarantine = {
+            path: _allocated(path) for path in sorted(directory.quarantine.iterdir(), key=_age)
+        }
+        self._overhead = 0
+        self.measure_overhead()
+
+    @property
+    def opened(self) -> Opened:
+        """How the index was found on opening."""
+        return self._index.opened
+
+    @property
+    def used(self) -> int:
+        """Bytes of disk in use or reserved."""
+        return self._records + sum(self._quarantine.values()) + self._overhead
+
+    @property
+    def free(self) -> int:
+        return self.total - self.used
+
+    def reserve(self, nbytes: int) -> int | None:
+        """Set disk space for a record of `nbytes` aside; the reserved size, or None when there is no room.
+
+        A page more than that, since a file system may need one to say where a large file lies. Quarantined records
+        go first: they are of no use to a request.
+        """
+        size = self._round_up(nbytes) + self._page + self._row_bytes
+        while self._quarantine and self.free < size:
+            path = next(iter(self._quarantine))
+            path.unlink(missing_ok=True)
+            del self._quarantine[path]
+        if self.free < size:
+            return None
+        self._records += size
+        return size
+
+    def release(self, size: int) -> None:
+        """Give reserved space back."""
+        self._records -= size
+
+    def write(self, key: bytes, pieces: Sequence[bytes | memoryview], reserved: int) -> int:
+        """Write a record into space reserved before; the bytes it now occupies. Raises OSError, leaving nothing."""
+        target = self._directory.block_file(key)
+        scratch = target.with_suffix(SCRATCH)
+        try:
+            with open(scratch, "wb", buffering=0) as file:
+                for piece in pieces:
+                    view = memoryview(piece)
+                    while len(view):
+                        view = view[file.write(view) :]
+                size = self._occupied(os.fstat(file.fileno()))
+            if size > reserved:
+                raise OSError(f"record occupies {size} bytes, {reserved} were reserved")
+            scratch.rename(target)
+        except OSError:
+            with contextlib.suppress(OSError):
+                scratch.unlink(missing_ok=True)
+            raise
+        self._unsynced.add(target)
+        self._changes += 1
+        self._count += 1
+        self.bytes_written += size
+        return size
+
+    def remove(self, key: bytes, size: int) -> None:
+        """Delete a record and give its space back."""
+        self._delete(self._directory.block_file(key), size)
+
+    def set_aside(self, key: bytes, number: int) -> None:
+        """Keep the record of a dropped block for the lease that still reads it; gone after any stop."""
+        with contextlib.suppress(OSError):
+            self._directory.block_file(key).rename(self._directory.aside_file(number))
+
+    def remove_aside(self, number: int, size: int) -> None:
+        self._delete(self._directory.aside_file(number), size)
+
+    def quarantine(self, key: bytes, size: int, reason: str) -> None:
+        """Set a bad record aside; its space stays counted until room is needed."""
+        source = self._directory.block_file(key)
+        self._forget(source, size)
+        self.bad[reason] += 1
+        with contextlib.suppress(OSError):
+            target = self._set_in_quarantine(source, reason)
+            self._quarantine[target] = _allocated(target)
+
+    def reader(self, key: bytes) -> RecordReader:
+        """Open a record. Raises BadRecordError."""
+        return RecordReader(self._directory.block_file(key))
+
+    def reader_aside(self, number: int) -> RecordReader:
+        """Open a record that was set aside. Raises BadRecordError."""
+        return RecordReader(self._directory.aside_file(number))
+
+    @property
+    def index_is_due(self) -> bool:
+        """Whether so many records changed that opening would be slow with the index as it is."""
+        return self._changes > max(_INDEX_LAG, self._count // _INDEX_SHARE)
+
+    def write_index(self, rows: Iterable[Row]) -> None:
+        """Write the index anew. Raises OSError (disk full)."""
+        self._changes = 0  # also when it fails: the next attempt comes after as many changes
+        self._index.write(rows)
+
+    def measure_overhead(self) -> None:
+        """Look at what folders occupy; called after each group of records."""
+        folders = (self._directory.path, *self._directory.folders)
+        notes = self._directory.identity_notes()
+        self._overhead = sum(_allocated(path) for path in (*folders, *notes)) + _GROWTH
+
+    def sync(self) -> None:
+        """Force records to the medium. Raises OSError when that fails; what failed stays to be synced."""
+        for path in list(self._unsynced):
+            with contextlib.suppress(FileNotFoundError), path.open("rb") as file:  # evicted meanwhile
+                os.fsync(file.fileno())
+            self._unsynced.discard(path)
+        folder = os.open(self._directory.blocks, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def close(self, rows: Iterable[Row]) -> None:
+        """Write the index a last time, with what was used since."""
+        try:
+            self._index.write(rows)
+        except OSError as error:
+            log.warning("%s; the next opening reads the records themselves", error)
+
+    def _delete(self, path: Path, size: int) -> None:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+        self._forget(path, size)
+
+    def _forget(self, path: Path, size: int) -> None:
+        self._records -= size
+        self._count -= 1
+        self._changes += 1
+        self._unsynced.discard(path)
+
+    def _set_in_quarantine(self, path: Path, reason: str) -> Path:
+        return path.rename(self._directory.quarantine / f"{path.name}.{reason.replace(' ', '-')}")
+
+    def _reconcile(self) -> dict[bytes, Row]:
+        """Rows that have a record, and records that had no row."""
+        rows = self._index.rows
+        by_name = {key[:16].hex(): row for key, row in rows.items()}
+        kept: dict[bytes, Row] = {}
+        adopted = 0
+        with os.scandir(self._directory.blocks) as entries:
+            for entry in entries:
+                if entry.name.endswith(SCRATCH):
+                    with contextlib.suppress(OSError):
+                        os.unlink(entry.path)
+                elif (row := by_name.get(entry.name) or self._adopt(entry)) is not None:
+                    adopted += entry.name not in by_name
+                    kept[row.key] = row
+        missing = len(rows.keys() - kept.keys())
+        self.bad["missing"] += missing
+        self._changes = adopted + missing
+        self._count = len(kept)
+        return kept
+
+    def _adopt(self, entry: os.DirEntry[str]) -> Row | None:
+        """A row made from a record's own header; a record that has none to trust is set aside."""
+        try:
+            reader = RecordReader(entry.path)
+            reader.close()
+            header: Header = reader.header
+            if header.key[:16].hex() != entry.name:
+                raise BadRecordError("key", f"{entry.name} holds {header.key.hex()}")
+        except BadRecordError as error:
+            self.bad[error.reason] += 1
+            with contextlib.suppress(OSError):
+                self._set_in_quarantine(Path(entry.path), error.reason)
+            return None
+        return Row(
+            key=header.key,
+            identity=header.identity,
+            parent_key=header.parent_key,
+            start=header.start,
+            tokens=header.tokens,
+            file_bytes=self._occupied(reader.status),
+            last_use=reader.status.st_mtime,
+            hits=0,
+        )
+
+    def _occupied(self, status: os.stat_result) -> int:
+        """What a record occupies, its row included."""
+        return max(self._round_up(status.st_size), status.st_blocks * 512) + self._row_bytes
+
+    def _round_up(self, nbytes: int) -> int:
+        return -(-nbytes // self._page) * self._page
+
+
+def _allocated(path: Path) -> int:
+    try:
+        return path.lstat().st_blocks * 512
+    except OSError:
+        return 0
+
+
+def _age(path: Path) -> float:
+    try:
+        return path.lstat().st_mtime
+    except OSError:
+        return 0.0

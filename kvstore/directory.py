@@ -1,0 +1,170 @@
+"""The data directory: who owns it, what format it has, where its parts lie.
+
+FORMAT        format version and block size, written once
+LOCK          flock of the owning process, its pid inside
+index/        LMDB index, named after the digest of its content
+blocks/       one record a block, named after its key; *.tmp goes on opening
+quarantine/   records that failed a check, kept for inspection within the budget
+identities/   what each identity digest stands for
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from pathlib import Path
+
+import msgspec
+
+from .errors import DirectoryInUseError, DirectoryUnusableError, FormatMismatchError
+
+FORMAT = 1
+
+SCRATCH = ".tmp"
+"""Ending of files that no stop survives: half-written ones, and records kept only for a lease."""
+
+_FIRST = ("LOCK", f"FORMAT{SCRATCH}")  # what a stop in the middle of the very first opening leaves
+
+
+class _Format(msgspec.Struct):
+    format: int
+    block_tokens: int
+
+
+class DataDirectory:
+    """Opens and owns a data directory.
+
+    Raises DirectoryInUseError, DirectoryUnusableError or FormatMismatchError; nothing is changed then.
+    """
+
+    def __init__(self, path: Path, block_tokens: int) -> None:
+        self.path = path
+        self._lock = -1
+        try:
+            fresh = self._check_format(block_tokens)
+            path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._take_lock()
+            try:
+                if fresh:
+                    self._write_format(block_tokens)
+                for name in ("blocks", "quarantine", "identities"):
+                    (path / name).mkdir(exist_ok=True, mode=0o700)
+            except BaseException:
+                self.close()
+                raise
+        except (DirectoryInUseError, DirectoryUnusableError, FormatMismatchError):
+            raise
+        except OSError as error:
+            raise DirectoryUnusableError(
+                f"{path} cannot be used as data directory: {error}; give a directory that this user can write"
+            ) from error
+
+    @property
+    def blocks(self) -> Path:
+        return self.path / "blocks"
+
+    @property
+    def quarantine(self) -> Path:
+        return self.path / "quarantine"
+
+    @property
+    def index(self) -> Path:
+        return self.path / "index"
+
+    def block_file(self, key: bytes) -> Path:
+        """Half of the key names the file; the record holds the whole key and is checked against it."""
+        return self.path / "blocks" / key[:16].hex()
+
+    def aside_file(self, number: int) -> Path:
+        """Where the record of a dropped block waits for the end of its last lease."""
+        return self.path / "blocks" / f"dropped-{number}{SCRATCH}"
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        return self.blocks, self.quarantine, self.index, self.path / "identities"
+
+    def identity_notes(self) -> list[Path]:
+        return list((self.path / "identities").iterdir())
+
+    def keep_identity(self, digest: bytes, description: bytes) -> None:
+        """Note what `digest` stands for, so that tools can say it. Losing the note loses no KV."""
+        target = self.path / "identities" / digest.hex()
+        if target.exists() and target.read_bytes() == description:
+            return
+        scratch = target.with_suffix(SCRATCH)
+        scratch.write_bytes(description)
+        scratch.rename(target)
+
+    def identities(self) -> dict[bytes, bytes]:
+        """Digest -> description of every identity noted; unreadable notes are left out."""
+        found: dict[bytes, bytes] = {}
+        for path in self.identity_notes():
+            with contextlib.suppress(OSError, ValueError):
+                found[bytes.fromhex(path.name)] = path.read_bytes()
+        return found
+
+    def close(self) -> None:
+        """Give the directory up."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def _check_format(self, block_tokens: int) -> bool:
+        """True for a directory that is new or empty."""
+        if not self.path.exists():
+            return True
+        if not self.path.is_dir():
+            raise DirectoryUnusableError(f"{self.path} is not a directory; give another path")
+        note = self.path / "FORMAT"
+        if not note.exists():
+            strangers = [entry.name for entry in self.path.iterdir() if entry.name not in _FIRST]
+            if strangers:
+                raise DirectoryUnusableError(
+                    f"{self.path} holds other files ({', '.join(sorted(strangers)[:3])}); give an empty directory"
+                )
+            return True
+        try:
+            found = msgspec.json.decode(note.read_bytes(), type=_Format)
+        except msgspec.DecodeError as error:
+            raise FormatMismatchError(
+                f"{note} is damaged ({error}); restore it as "
+                f'{{"format":{FORMAT},"block_tokens":N}} or use another directory'
+            ) from error
+        if found.format != FORMAT:
+            raise FormatMismatchError(
+                f"{self.path} has format {found.format}, this build reads {FORMAT}; "
+                "use the build that wrote it or another directory"
+            )
+        if found.block_tokens != block_tokens:
+            raise FormatMismatchError(
+                f"{self.path} holds blocks of {found.block_tokens} tokens, the profile asks for {block_tokens}; "
+                f"open it with block_tokens={found.block_tokens} or use another directory"
+            )
+        return False
+
+    def _take_lock(self) -> None:
+        lock = os.open(self.path / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(lock, 32, 0).decode(errors="replace").strip()
+            os.close(lock)
+            raise DirectoryInUseError(
+                f"{self.path} is in use by process {owner or 'unknown'}; stop it, or connect to it instead"
+            ) from None
+        except BaseException:
+            os.close(lock)
+            raise
+        self._lock = lock
+        with contextlib.suppress(OSError):  # a courtesy to others, for which a full disk may have no room
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+
+    def _write_format(self, block_tokens: int) -> None:
+        scratch = self.path / f"FORMAT{SCRATCH}"
+        with scratch.open("wb") as file:
+            file.write(msgspec.json.encode(_Format(FORMAT, block_tokens)) + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.rename(self.path / "FORMAT")

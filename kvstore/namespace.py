@@ -1,0 +1,141 @@
+"""All blocks of one identity: the walls that KV never crosses. One layout, one trie, one set of keys."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from kvstore.index.trie import Trie
+
+from .block import Block
+from .identity import Identity
+from .layout import Layout
+
+ROOT_KEY = b""
+"""Parent key of a block at position 0."""
+
+
+class Namespace:
+    """Blocks of one identity digest, findable by tokens. Called under the store's lock.
+
+    Until someone opens the identity only its digest is known: its blocks count against the budget and age, but
+    nobody can read them. Blocks whose parent is not held wait as orphans: no prefix reaches them until then.
+    """
+
+    def __init__(self, digest: bytes, block_tokens: int) -> None:
+        self.digest = digest
+        self.identity: Identity | None = None
+        self.layer_groups: tuple[range, ...] = ()
+        self.trie = Trie(block_tokens)
+        self.by_key: dict[bytes, Block] = {}
+        self._by_number: dict[int, Block] = {}
+        self._orphans: dict[bytes, list[Block]] = {}
+
+    def open(self, identity: Identity, frame_bytes: int) -> None:
+        """Make the blocks readable. A block is cut into as many layer groups as leave each `frame_bytes`."""
+        self.identity = identity
+        layout = identity.layout
+        holding = sum(layer.holds_kv for layer in layout.layers)
+        whole = layout.block_bytes(self.trie.block_tokens)
+        self.layer_groups = layout.groups(min(holding, max(1, whole // frame_bytes)))
+        for block in self.by_key.values():
+            block.nbytes = layout.block_bytes(block.length)
+
+    @property
+    def layout(self) -> Layout:
+        """How the bytes of a block are laid out. Only for a namespace that was opened."""
+        assert self.identity is not None, "a namespace is read only through a store opened with its identity"
+        return self.identity.layout
+
+    def frames(self, tokens: int) -> list[slice]:
+        """Where each layer group lies in the raw bytes of a block of `tokens` tokens."""
+        return [self.layout.span(group, tokens) for group in self.layer_groups]
+
+    def match(self, tokens: ArrayLike) -> tuple[list[Block], int]:
+        """Blocks from the root down and the number of tokens they cover, for the longest held prefix."""
+        found = self.trie.lookup(tokens)
+        return [self._by_number[number] for number in found.blocks], found.length
+
+    def below(self, tokens: NDArray[np.int32]) -> list[Block]:
+        """All blocks that this prefix leads to, leaves first; for no tokens, everything, orphans included."""
+        found = [self._by_number[number] for number in self.trie.below(tokens)]
+        if not len(tokens):
+            found += [block for orphans in self._orphans.values() for block in orphans]
+        return found
+
+    def holds(self, block: Block) -> bool:
+        """Whether this very block is still findable."""
+        return self.by_key.get(block.key) is block
+
+    def is_leaf(self, block: Block) -> bool:
+        """Whether dropping it would leave no held block without its prefix."""
+        return block.number not in self.trie or self.trie.is_leaf(block.number)
+
+    def add(self, block: Block) -> tuple[Block | None, Block | None]:
+        """Make a complete block findable: (the block that stands for its tokens now, a tail that it replaces).
+
+        When an older block holds the same tokens, or continues them, that one is returned and nothing is added;
+        when a block of other tokens has the same key, None is.
+        """
+        above = self._above(block)
+        twin = self.by_key.get(block.key)
+        if twin is not None:
+            return (twin if self._is_same(twin, block, above) else None), None
+        if block.parent_key != ROOT_KEY and above is None:
+            self._orphans.setdefault(block.parent_key, []).append(block)
+            self.by_key[block.key] = block
+            return block, None
+        inserted = self.trie.insert(block.number, block.tokens, above.number if above is not None else None)
+        if inserted.block != block.number:
+            return self._by_number[inserted.block], None
+        self.by_key[block.key] = block
+        self._by_number[block.number] = block
+        replaced = None
+        if inserted.replaced is not None:
+            replaced = self._by_number.pop(inserted.replaced)
+            del self.by_key[replaced.key]
+        return block, replaced
+
+    def adopt_orphans(self, block: Block) -> list[Block]:
+        """Make findable what waited for `block`, to any depth; returns blocks found to be doubles."""
+        doubles = []
+        waiting = [block]
+        while waiting:
+            for orphan in self._orphans.pop(waiting.pop().key, ()):
+                del self.by_key[orphan.key]
+                standing, replaced = self.add(orphan)
+                doubles += [replaced] if replaced else []
+                if standing is orphan:
+                    waiting.append(orphan)
+                else:
+                    doubles.append(orphan)
+        return doubles
+
+    def forget(self, block: Block) -> None:
+        """Make a block unfindable. What hangs on it stays held, and is found again once its tokens are back."""
+        if self.by_key.get(block.key) is not block:
+            return
+        del self.by_key[block.key]
+        if self._by_number.pop(block.number, None) is not None:
+            self.trie.remove(block.number)
+            return
+        siblings = self._orphans[block.parent_key]
+        siblings.remove(block)
+        if not siblings:
+            del self._orphans[block.parent_key]
+
+    def _above(self, block: Block) -> Block | None:
+        """The held block that `block` follows."""
+        above = self.by_key.get(block.parent_key)
+        if above is None or above.number not in self.trie or above.start + above.length != block.start:
+            return None
+        return above if above.length == self.trie.block_tokens else None
+
+    def _is_same(self, held: Block, block: Block, above: Block | None) -> bool:
+        """Whether two blocks of one key stand for the same tokens behind the same prefix: tokens decide."""
+        follows = self.trie.parent(held.number) if held.number in self.trie else None
+        return (
+            follows == (None if above is None else above.number)
+            and (held.start, held.parent_key) == (block.start, block.parent_key)
+            and np.array_equal(held.tokens, block.tokens)
+        )

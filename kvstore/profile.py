@@ -1,0 +1,59 @@
+"""What a device allows: budgets of the tiers, block size, alignment. All sizes in bytes.
+
+Every budget is a ceiling that is checked before an allocation, with in-flight bytes counted (DESIGN rule 8).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from .errors import BudgetError
+
+MIB = 1 << 20
+
+
+class Profile(msgspec.Struct, frozen=True, kw_only=True):
+    """Budgets and rules of one device.
+
+    `cold_bytes` 0 keeps everything in memory; `hot_bytes` 0 does without memory that an NPU reads.
+    `frame_bytes` is the least size of one flash read: a block is cut into as many layer groups as leave each
+    group of a full block at least that large.
+    """
+
+    name: str = "cpu"
+    block_tokens: int = 128
+    hot_bytes: int = 256 * MIB
+    warm_bytes: int = 512 * MIB
+    cold_bytes: int = 4096 * MIB
+    arena_bytes: int = 256 * MIB
+    max_hot_arenas: int = 8
+    alignment: int = 4096
+    frame_bytes: int = 512 * 1024
+
+    def __post_init__(self) -> None:
+        if self.block_tokens < 1 or self.block_tokens > 4096:
+            raise BudgetError(f"block_tokens {self.block_tokens} must lie between 1 and 4096")
+        if self.alignment < 1 or self.alignment & (self.alignment - 1):
+            raise BudgetError(f"alignment {self.alignment} must be a power of two")
+        for name in ("hot_bytes", "warm_bytes", "cold_bytes"):
+            if getattr(self, name) < 0:
+                raise BudgetError(f"{name} {getattr(self, name)} must not be negative")
+        for name in ("arena_bytes", "frame_bytes", "max_hot_arenas"):
+            if getattr(self, name) < 1:
+                raise BudgetError(f"{name} {getattr(self, name)} must be positive")
+        hot_arenas = -(-self.hot_bytes // self.arena_bytes)
+        if hot_arenas > self.max_hot_arenas:
+            raise BudgetError(
+                f"hot_bytes {self.hot_bytes} needs {hot_arenas} arenas of {self.arena_bytes}, the device pins "
+                f"{self.max_hot_arenas}; lower hot_bytes or raise arena_bytes"
+            )
+
+
+CPU = Profile()
+"""Laptop or single board without an NPU: no limit on pinned buffers to speak of."""
+
+ANE = Profile(name="ane", block_tokens=256, alignment=16384, max_hot_arenas=8)
+"""Apple Neural Engine: 16 KiB pages, 8 to 12 contiguous pinned buffers, blocks of 256 to 512 tokens."""
+
+NNAPI = Profile(name="nnapi", block_tokens=128, max_hot_arenas=4, hot_bytes=192 * MIB, warm_bytes=256 * MIB)
+"""Android NNAPI: 4 to 16 pinned buffers by driver, blocks of 128 to 256 tokens."""

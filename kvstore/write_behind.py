@@ -1,0 +1,168 @@
+"""The background thread: writes new blocks to flash, and moves what is used again to hot memory.
+
+A block waiting for flash is findable and readable all the while; its bytes stay in warm memory, so the warm budget
+bounds the queue. A write that fails (full disk, no room) is counted with its reason; the block stays in memory until
+it is evicted.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+
+from . import record
+from .block import Block
+from .cold import ColdTier
+from .errors import StoreClosedError
+from .tiers import Tiers
+
+_GROUP = 16  # records written before a promotion gets its turn
+
+log = logging.getLogger(__name__)
+
+
+class WriteBehind:
+    """One daemon thread over `tiers`. `submit`, `promote` and `flush` return at once."""
+
+    def __init__(self, tiers: Tiers) -> None:
+        self._tiers = tiers
+        self._writes: deque[Block] = deque()
+        self._promotions: deque[Block] = deque()
+        self._flushes: list[Future[None]] = []
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="kvstore-write-behind", daemon=True)
+        self._thread.start()
+
+    def submit(self, block: Block) -> None:
+        """Queue a block for flash. Called under the lock."""
+        if self._tiers.cold is not None:
+            block.waiting = True
+            self._writes.append(block)
+            self._tiers.changed.notify_all()
+
+    def promote(self, block: Block) -> None:
+        """Queue a warm block for hot memory. Called under the lock."""
+        if block not in self._promotions:
+            self._promotions.append(block)
+            self._tiers.changed.notify_all()
+
+    @property
+    def waiting(self) -> int:
+        """Blocks not yet on flash."""
+        return len(self._writes)
+
+    def flush(self) -> Future[None]:
+        """Done once all that was submitted before is on the medium; holds OSError when syncing failed."""
+        done: Future[None] = Future()
+        with self._tiers.lock:
+            if self._closing:
+                raise StoreClosedError("this store was closed; open it again")
+            self._flushes.append(done)
+            self._tiers.changed.notify_all()
+        return done
+
+    def close(self) -> None:
+        """Finish the queue, then stop."""
+        with self._tiers.lock:
+            self._closing = True
+            self._tiers.changed.notify_all()
+        self._thread.join()
+
+    def _run(self) -> None:
+        tiers = self._tiers
+        while True:
+            with tiers.lock:
+                tiers.changed.wait_for(
+                    lambda: self._writes or self._promotions or self._flushes or self._closing
+                )
+                flushes, self._flushes = self._flushes, []
+                promotions = [] if self._writes else list(self._promotions)
+                if promotions:
+                    self._promotions.clear()
+                stop = self._closing and not (self._writes or promotions or flushes)
+                due = len(self._writes) if flushes or self._closing else _GROUP
+            if stop:
+                return
+            self._write_group(due)
+            for block in promotions:
+                self._survive(partial(tiers.promote, block), "promotion failed")
+            for flush in flushes:
+                self._sync(flush)
+
+    def _write_group(self, limit: int) -> None:
+        """Write up to `limit` of the blocks that wait."""
+        cold = self._tiers.cold
+        if cold is None or not self._writes:
+            return
+        for _ in range(limit):
+            with self._tiers.lock:
+                if not self._writes:
+                    break
+                block = self._writes.popleft()
+                if block.doomed or block.memory is None:
+                    block.waiting = False
+                    continue
+                self._tiers.acquire([block], used=False)
+            self._survive(partial(self._write, cold, block), "write failed")
+            with self._tiers.lock:
+                block.waiting = False
+                self._tiers.release([block])
+        self._survive(cold.measure_overhead, "folders not measured")
+        if cold.index_is_due:
+            self._survive(lambda: cold.write_index(self._tiers.rows()), "index not written")
+
+    def _survive(self, work: Callable[[], None], reason: str) -> None:
+        """Do something that may fail, as on a full disk, and count the reason: the thread must live."""
+        try:
+            work()
+        except Exception as error:
+            self._refuse(reason, error)
+
+    def _write(self, cold: ColdTier, block: Block) -> None:
+        raw = self._tiers.raw(block)
+        namespace = block.namespace
+        pieces = record.encode(
+            identity=namespace.digest,
+            key=block.key,
+            parent_key=block.parent_key,
+            start=block.start,
+            tokens=block.tokens,
+            groups=[raw[frame] for frame in namespace.frames(block.length)],
+            itemsize=namespace.layout.itemsize,
+        )
+        with self._tiers.lock:
+            reserved = self._tiers.reserve_cold(sum(len(piece) for piece in pieces))
+        if reserved is None:
+            self._refuse("cold tier full", f"no room for {block.key.hex()[:16]}")
+            return
+        try:
+            size = cold.write(block.key, pieces, reserved)
+        except OSError as error:
+            with self._tiers.lock:
+                cold.release(reserved)
+            self._refuse("disk full or not writable", error)
+            return
+        with self._tiers.lock:
+            cold.release(reserved - size)
+            self._tiers.written(block, size)
+
+    def _refuse(self, reason: str, detail: object) -> None:
+        """Count a reason; the first time it is worth a line in the log, a full disk would fill it."""
+        with self._tiers.lock:
+            first = not self._tiers.refusals[reason]
+            self._tiers.refusals[reason] += 1
+        unexpected = detail if isinstance(detail, Exception) and not isinstance(detail, OSError) else None
+        level = logging.WARNING if first or unexpected else logging.DEBUG
+        log.log(level, "%s: %s", reason, detail, exc_info=unexpected)
+
+    def _sync(self, flush: Future[None]) -> None:
+        try:
+            if self._tiers.cold is not None:
+                self._tiers.cold.sync()
+            flush.set_result(None)
+        except Exception as error:
+            flush.set_exception(error)

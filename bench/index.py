@@ -157,7 +157,8 @@ def seconds(calls: Iterable[Callable[[], object]]) -> NDArray[np.float64]:
 
 def least_seconds(calls: list[Callable[[], object]]) -> NDArray[np.float64]:
     """Wall time of each call, the least of three rounds: a busy machine takes the core away for milliseconds."""
-    return np.min([seconds(calls) for _ in range(3)], axis=0)
+    least: NDArray[np.float64] = np.min([seconds(calls) for _ in range(3)], axis=0)
+    return least
 
 
 def micros(times: NDArray[np.float64]) -> tuple[float, float]:

@@ -59,12 +59,20 @@ class Lease:
     """Holds the first `length` tokens of a prompt. A context manager; `release` ends it once."""
 
     def __init__(
-        self, tiers: Tiers, worker: WriteBehind, pool: Executor, blocks: Sequence[Block], length: int
+        self,
+        tiers: Tiers,
+        worker: WriteBehind,
+        pool: Executor,
+        blocks: Sequence[Block],
+        length: int,
+        *,
+        whole: bool = False,  # a part is of no use
     ) -> None:
         self._tiers = tiers
         self._worker = worker
         self._pool = pool
         self._blocks = list(blocks)
+        self._whole = whole
         self._released = False
         self.length = length
         """Tokens that were held when the lease was taken, less those lost to damage since."""
@@ -173,7 +181,7 @@ class Lease:
                         work.result()
                     except BadRecordError as error:
                         if source.at < good:
-                            good = source.at
+                            good = 0 if self._whole else source.at
                             with self._tiers.lock:
                                 self._tiers.quarantine(source.block, error)
                     continue

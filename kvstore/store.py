@@ -86,6 +86,7 @@ class KVStore:
         self.layout = identity.layout
         self.path = None if shared.directory is None else shared.directory.path
         self.capabilities = capabilities(identity.layout)
+        self._exact = self.capabilities.reuse == "exact"
         self._digest = identity.digest()
         profile = shared.tiers.profile
         self.block_tokens = profile.block_tokens
@@ -110,20 +111,36 @@ class KVStore:
         """The longest prefix of `tokens` (integers [n]) that is held. Changes nothing. Raises InvalidTokensError."""
         ids = _checked(tokens)
         with self._lock():
-            blocks, length = self._namespace.match(ids)
-            if length and not self._may_use(blocks, length):
-                self._tiers.misses[EXACT_ONLY] += length
-                blocks, length = [], 0
+            found, reached = self._namespace.match(ids)
+            blocks, length = self._usable(ids, found, reached)
+            if length < reached:
+                self._tiers.misses[EXACT_ONLY] += reached - length
             self._tiers.counts["tokens_asked"] += len(ids)
             self._tiers.counts["tokens_matched"] += length
             self._tiers.counts["lookups"] += 1
         return Match(length, tuple(blocks))
 
-    def _may_use(self, blocks: Sequence[Block], length: int) -> bool:
-        """Where a layout permits exact reuse only, a part of what was stored is of no use: see Capabilities."""
-        if self.capabilities.reuse != "exact":
-            return True
-        return blocks[-1].start + blocks[-1].length == length and self._namespace.is_leaf(blocks[-1])
+    def _usable(self, ids: NDArray[np.int32], blocks: list[Block], length: int) -> tuple[list[Block], int]:
+        """What of a match may be used: all, or for exact reuse the longest prompt that was stored as a whole."""
+        if not self._exact:
+            return blocks, length
+        for count in range(len(blocks), 0, -1):
+            end = blocks[count - 1].start + blocks[count - 1].length
+            if end <= length and self._stored_as_one(ids[:end], blocks[:count]):
+                return blocks[:count], end
+        return [], 0
+
+    def _stored_as_one(self, ids: NDArray[np.int32], blocks: Sequence[Block]) -> bool:
+        seed, key = self._key_seed(ids), ROOT_KEY
+        for block in blocks:
+            key = block_key(seed, key, block.tokens)
+            if key != block.key:
+                return False
+        return True
+
+    def _key_seed(self, ids: NDArray[np.int32]) -> bytes:
+        """What keys of a prompt's blocks start from. For exact reuse all its tokens go in: no block is shared."""
+        return block_key(self._digest, ROOT_KEY, ids) if self._exact else self._digest
 
     def lease(self, match: Match) -> Lease:
         """Hold what `match` found. What vanished since makes the lease shorter, possibly empty; nothing fails."""
@@ -136,10 +153,12 @@ class KVStore:
                     break
                 blocks.append(block)
                 length = min(block.start + block.length, match.length)
-            if length < match.length and self.capabilities.reuse == "exact":
+            if length < match.length and self._exact:
                 blocks, length = [], 0
             self._tiers.acquire(blocks, used=True)
-            return Lease(self._tiers, self._shared.worker, self._shared.pool, blocks, length)
+            return Lease(
+                self._tiers, self._shared.worker, self._shared.pool, blocks, length, whole=self._exact
+            )
 
     # -- writing ----------------------------------------------------------------------------------------------------
 
@@ -170,6 +189,15 @@ class KVStore:
             if held < start:
                 self._tiers.refusals["prefix not held"] += len(ids) - start
                 return PutResult(0, 0, len(ids) - start, f"only {held} of the {start} tokens before are held")
+            if self._exact:
+                if self._usable(ids, path, held)[1] == len(ids):
+                    return PutResult(0, len(ids), 0)
+                if start:
+                    self._tiers.refusals[EXACT_ONLY] += len(ids) - start
+                    return PutResult(0, 0, len(ids) - start, f"{EXACT_ONLY}: put the prompt from its start")
+                for other in self._namespace.below(ids[: self.block_tokens]):
+                    self._tiers.drop(other)  # two prompts cannot share a block, the newer one stays
+                path, held = [], 0
             self._tiers.acquire(path, used=True)
         leased = list(path)
         try:
@@ -195,9 +223,10 @@ class KVStore:
         stored = 0
         first = held // size
         parent = path[first - 1] if first else None
+        seed = self._key_seed(ids)
         for begin in range(first * size, len(ids), size):
             piece = ids[begin : begin + size]
-            block, reason = self._fill(begin, piece, parent, kv, start, slots, path, deadline)
+            block, reason = self._fill(seed, begin, piece, parent, kv, start, slots, path, deadline)
             if block is None:
                 refused = len(ids) - max(begin, held)
                 with self._tiers.lock:
@@ -220,6 +249,7 @@ class KVStore:
 
     def _fill(
         self,
+        seed: bytes,
         begin: int,
         piece: NDArray[np.int32],
         parent: Block | None,
@@ -243,7 +273,7 @@ class KVStore:
         parent_key = ROOT_KEY if parent is None else parent.key
         block = Block(
             number=number,
-            key=block_key(self._digest, parent_key, piece),
+            key=block_key(seed, parent_key, piece),
             parent_key=parent_key,
             namespace=self._namespace,
             tokens=piece.copy(),
@@ -383,16 +413,11 @@ class KVStore:
         """Where each of `tokens` would come from, and why not from somewhere nearer. Changes nothing."""
         ids = _checked(tokens)
         with self._lock():
-            blocks, length = self._namespace.match(ids)
-            useless = length > 0 and not self._may_use(blocks, length)
+            found, reached = self._namespace.match(ids)
+            blocks, length = self._usable(ids, found, reached)
+            reason = EXACT_ONLY if length < reached else None
             return explanation.explain(
-                ids,
-                [] if useless else blocks,
-                0 if useless else length,
-                self._namespace,
-                self._tiers,
-                self.identity,
-                reason=EXACT_ONLY if useless else None,
+                ids, blocks, length, self._namespace, self._tiers, self.identity, reason
             )
 
     def check(self) -> None:

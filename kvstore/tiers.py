@@ -163,16 +163,11 @@ class Tiers:
 
     def open_record(self, block: Block) -> RecordReader:
         """Open a block's record and check that it is this block. Raises BadRecordError."""
-        assert self.cold is not None
-        if block.aside:
-            reader = self.cold.reader_aside(block.number)
-        else:
-            try:
-                reader = self.cold.reader(block.key)
-            except BadRecordError:
-                if not block.aside:
-                    raise
-                reader = self.cold.reader_aside(block.number)  # it was dropped just now
+        try:
+            reader = self._reader(block)
+        except BadRecordError:
+            with self.lock:  # it may have been set aside just then, which happens under the lock
+                reader = self._reader(block)
         header = reader.header
         for reason, same in (
             ("identity", header.identity == block.namespace.digest),
@@ -185,6 +180,10 @@ class Tiers:
                 reader.close()
                 raise BadRecordError(reason, f"block {block.key.hex()[:16]}")
         return reader
+
+    def _reader(self, block: Block) -> RecordReader:
+        assert self.cold is not None
+        return self.cold.reader_aside(block.number) if block.aside else self.cold.reader(block.key)
 
     def quarantine(self, block: Block, error: BadRecordError) -> None:
         """A record failed a check: set it aside, count the reason, forget the block."""
@@ -374,12 +373,8 @@ class Tiers:
             self._free(block)
         elif block.cold_bytes and self.cold is not None:
             self._order["cold"].remove(block.number)
-            if block.memory is None:
-                block.aside = True
-                self.cold.set_aside(block.key, block.number)
-            else:
-                self.cold.remove(block.key, block.cold_bytes)
-                block.cold_bytes = 0
+            block.aside = True
+            self.cold.set_aside(block.key, block.number)
 
     def _free(self, block: Block) -> None:
         """Give back all that a block occupies."""

@@ -86,7 +86,7 @@ def _busy(connection: Connection, directory: str, seed: int, profile: Profile) -
         with open_store(directory, identity=identity(), profile=profile) as store:
             connection.send(("at", "work"))
             unconfirmed: list[tuple[int, int]] = []
-            for _ in range(order.randrange(1, 120)):
+            for _ in range(order.randrange(1, 40)):
                 which, length = order.randrange(_PROMPTS), order.randrange(1, _LONGEST)
                 action = order.randrange(8)
                 if action < 4:

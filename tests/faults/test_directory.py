@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shutil
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -19,8 +20,8 @@ from .child import Child
 TOKENS = prompt(1, 60)
 
 
-def opened(path: Path, **settings: int) -> KVStore:
-    return open_store(path, identity=identity(), profile=small_profile(**settings))
+def opened(path: Path, block_tokens: int = 16) -> KVStore:
+    return open_store(path, identity=identity(), profile=small_profile(block_tokens=block_tokens))
 
 
 def contents(path: Path) -> dict[str, tuple[str, int]]:
@@ -166,8 +167,6 @@ def test_a_first_opening_that_was_cut_off(tmp_path: Path, left: list[str]) -> No
 
 def test_folders_that_vanish_under_an_open_store(tmp_path: Path) -> None:
     """Someone clears the cache directory by hand: everything is a miss, nothing fails."""
-    import shutil
-
     with opened(tmp_path / "kv") as store:
         put(store, TOKENS)
         store.flush()

@@ -313,7 +313,7 @@ def test_one_of_many_threads_releases(store: KVStore) -> None:
     for _ in range(30):
         lease = store.lease(store.lookup(prompt(1, 20)))
         start = threading.Barrier(4)
-        refused = []
+        refused: list[int] = []
 
         def release(lease=lease, start=start, refused=refused) -> None:  # type: ignore[no-untyped-def]
             start.wait()

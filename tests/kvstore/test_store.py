@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 from kvstore.pipeline.rope import DynamicNtk, Rope
 
-from kvstore import store as store_module
+from kvstore.block import block_key
 from kvstore.errors import StoreClosedError
 from kvstore.identity import Adapter
 from kvstore.layout import LayerLayout, Layout
 from kvstore.store import KVStore, Match, open_store
 from tests.known_kv import (
     LAYOUT,
+    Arrays,
     empty,
     identity,
     known_kv,
@@ -352,21 +353,28 @@ def test_a_match_of_one_identity_is_worth_nothing_to_another(store: KVStore) -> 
         assert lease.load_into(empty(60)) == 0
 
 
-def test_equal_keys_never_give_wrong_kv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks found by hash alone: with a hash of two bits nearly all collide, and tokens still decide."""
-    real = store_module.block_key
-    monkeypatch.setattr(store_module, "block_key", lambda *parts: bytes([real(*parts)[0] & 3]) * 32)
+@pytest.mark.parametrize("bits", [1, 3, 5, 8])
+def test_equal_keys_never_give_wrong_kv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bits: int) -> None:
+    """Blocks found by hash alone: with a hash of a few bits many collide, and tokens still decide."""
+
+    def few_bits(identity_: bytes, parent: bytes, tokens: np.ndarray) -> bytes:
+        return bytes([block_key(identity_, parent, tokens)[0] % (1 << bits)]) * 32
+
+    monkeypatch.setattr("kvstore.store.block_key", few_bits)
     order = np.random.default_rng(3)
+    loaded = 0
     with again(tmp_path) as store:
         views = [store, store.view(identity("b"))]
-        for _ in range(300):
+        for _ in range(200):
             view = views[int(order.integers(2))]
             tokens = prompt(int(order.integers(6)), 60, vocabulary=3)[: order.integers(1, 60)]
             put(view, tokens)
-            assert load(view, tokens) <= len(tokens)
+            loaded += load(view, tokens)
             if order.integers(10) == 0:
                 store.flush()
                 store.demote(view.lookup(tokens))
+        assert store.stats().refusals["another block has its key"] > 0
+        assert loaded > 0
         store.check()
 
 
@@ -488,23 +496,78 @@ _RECURRENT = Layout(
 )
 
 
-@pytest.mark.parametrize("layout", [_DYNAMIC, _RECURRENT], ids=["dynamic NTK", "recurrent layer"])
+exact_layouts = pytest.mark.parametrize(
+    "layout", [_DYNAMIC, _RECURRENT], ids=["dynamic NTK", "recurrent layer"]
+)
+
+
+@exact_layouts
 def test_a_layout_for_exact_reuse_gives_all_that_was_stored_or_nothing(
     tmp_path: Path, layout: Layout
 ) -> None:
     """A recurrent state cut back to fewer tokens, which it cannot be."""
     owner = identity("a", layout=layout)
     tokens = prompt(1, 40)
+    for stored in (40, 0):  # and again after a restart
+        with open_store(tmp_path / "kv", identity=owner, profile=small_profile()) as store:
+            assert store.capabilities.reuse == "exact"
+            assert put(store, tokens).stored == stored
+            assert load(store, tokens) == 40
+            assert load(store, np.concatenate([tokens, prompt(2, 9)])) == 40
+            for part in (tokens[:39], tokens[:32], tokens[:16], np.append(tokens[:39], 1)):
+                assert load(store, part) == 0
+                assert store.explain(part).spans[0].source == "compute"
+                assert "exact" in str(store.explain(part).spans[0].reason)
+            assert store.stats().misses["layout permits exact reuse only"] > 0
+
+
+@exact_layouts
+def test_a_layout_for_exact_reuse_never_mixes_prompts(tmp_path: Path, layout: Layout) -> None:
+    """KV of the same tokens differs with what followed them, so two prompts cannot share a block."""
+    owner = identity("a", layout=layout)
+    stem = prompt(1, 32)
+    left, right = np.concatenate([stem, prompt(2, 20)]), np.concatenate([stem, prompt(3, 20)])
+
+    def kv(tokens: np.ndarray) -> Arrays:
+        """As such a model has it: of a prompt that began with the number of its tokens and its last one."""
+        marked = np.concatenate([[len(tokens), tokens[-1]], tokens])
+        return known_kv(marked, owner).rows(slice(2, None))
+
     with open_store(tmp_path / "kv", identity=owner, profile=small_profile()) as store:
-        assert store.capabilities.reuse == "exact"
+        stored: list[np.ndarray] = []
+        for tokens in (left, right, stem, left, left[:40], prompt(9, 20), right):
+            result = store.put(tokens, kv(tokens))
+            assert result.refused == 0
+            stored.append(tokens)
+            for asked in (*stored, np.concatenate([tokens, prompt(5, 5)])):
+                buffer = empty(len(asked), layout)
+                with store.lease(store.lookup(asked)) as lease:
+                    length = lease.load_into(buffer)
+                assert length == len(tokens) or asked is not tokens
+                assert length == 0 or any(len(each) == length for each in stored)
+                if length:
+                    for have, want in zip(buffer.each(), kv(asked[:length]).each(), strict=True):
+                        assert have[:, :length].tobytes() == want.tobytes()
+        result = store.put(np.concatenate([right, prompt(6, 6)]), kv(prompt(6, 6)), start=len(right))
+        assert result.refused == 6
+        assert "from its start" in str(result.reason)
+        assert load(store, left) == 0
+
+
+@exact_layouts
+def test_a_damaged_part_makes_exact_reuse_impossible(tmp_path: Path, layout: Layout) -> None:
+    owner = identity("a", layout=layout)
+    tokens = prompt(1, 60)
+    with open_store(tmp_path / "kv", identity=owner, profile=small_profile()) as store:
         put(store, tokens)
-        assert load(store, tokens) == 40
-        assert load(store, np.concatenate([tokens, prompt(2, 9)])) == 40
-        for part in (tokens[:39], tokens[:32], tokens[:16], np.append(tokens[:39], 1)):
-            assert load(store, part) == 0
-            assert store.explain(part).spans[0].source == "compute"
-            assert "exact" in str(store.explain(part).spans[0].reason)
-        assert store.stats().misses["layout permits exact reuse only"] > 0
+        store.flush()
+        store.demote(store.lookup(tokens))
+        record = tmp_path / "kv" / "blocks" / store.lookup(tokens).blocks[2].key[:16].hex()
+        record.write_bytes(bytes(100))
+        assert load(store, tokens) == 0
+        assert load(store, tokens) == 0
+        assert put(store, tokens).stored == 60
+        assert load(store, tokens) == 60
 
 
 # -- explain ----------------------------------------

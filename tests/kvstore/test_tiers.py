@@ -166,10 +166,10 @@ def test_leaves_go_before_what_they_hang_on(tmp_path: Path) -> None:
                 load(store, tokens)
             held = store.stats()
             store.check()
-            reached = set()
-            for stem in range(3):
+            reached: set[int] = set()
+            for first in range(3):
                 for end in range(100):
-                    asked = np.concatenate([prompt(stem, 48), prompt(end, 30)])
+                    asked = np.concatenate([prompt(first, 48), prompt(end, 30)])
                     reached.update(block.number for block in store.lookup(asked).blocks)
             blocks = held.warm.blocks if path is None else held.cold.blocks
             assert held.counts.get("evicted_warm", 0) + held.counts.get("evicted_cold", 0) > 20

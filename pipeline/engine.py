@@ -34,6 +34,7 @@ from .weights import open_weights
 SIZES = (1, 16, 32, 64, 128, 256, 512)
 CONTEXTS = (512, 1024, 2048, 4096)
 
+_IDLE_ALLOCATIONS = 2  # kept of each context length
 _HEAD_ROWS = 16  # logits of many tokens at once are computed by blocks of so many
 
 
@@ -103,6 +104,14 @@ class StaticGraphEngine:
         self._parts: dict[tuple[int, int], list[CompiledGraph]] = {}
         self._heads: dict[int, CompiledGraph] = {}
         self._costs = CostTable(self.weights.folder / f"costs-{kv_dtype}-{form}-{groups}.json")
+        third, layers = self.config.layers // 3, self.config.layers
+        middle = range(third, max(layers - third, third + 1))
+        self._probe_layers = [part for part in (range(middle.start), middle) if part]
+        self._probe_parts: dict[tuple[int, int], list[CompiledGraph]] = {}
+        self._probes: WeakKeyDictionary[KvAllocation, dict[int, tuple[BoundCall, NDArray[np.float32]]]] = (
+            WeakKeyDictionary()
+        )
+        self._idle: dict[int, list[KvAllocation]] = {}
         self._bound: WeakKeyDictionary[KvAllocation, dict[int, BoundCall]] = WeakKeyDictionary()
 
     @property
@@ -126,11 +135,22 @@ class StaticGraphEngine:
             )
         for slots in self.contexts:
             if context_tokens < slots:
-                return self._allocate(slots)
+                idle = self._idle.get(slots)
+                return idle.pop() if idle else self._allocate(slots)
         raise ContextExceeded(
             f"needs {context_tokens} tokens, the largest context of {self.contexts[-1]} slots holds "
             f"{self.contexts[-1] - 1}: shorten the prompt or open the engine with a longer one in `contexts`"
         )
+
+    def recycle(self, kv: KvAllocation) -> None:
+        """Give an allocation back, to be handed out again: fresh memory costs as much as loading the KV into it.
+
+        Nobody may use it or its arrays any more.
+        """
+        kv.slot_positions[:] = EMPTY
+        idle = self._idle.setdefault(kv.slots, [])
+        if len(idle) < _IDLE_ALLOCATIONS and kv not in idle:
+            idle.append(kv)
 
     def grow(self, kv: KvAllocation, context_tokens: int) -> KvAllocation:
         """A larger allocation that holds what `kv` holds, slot for slot. `kv` stays as it is."""
@@ -257,6 +277,35 @@ class StaticGraphEngine:
         rows = [cast(Any, h)[: len(call.token_ids)] for h, call in zip(hidden, calls, strict=True)]
         return self._logits(np.concatenate(rows)[list(logits_of)])
 
+    def probe(
+        self, token_ids: ArrayLike, positions: ArrayLike, slots: ArrayLike, kv: KvAllocation
+    ) -> NDArray[np.float32]:
+        """How much these tokens, taken as a question, attend to what each slot holds: float32 [slots of kv].
+
+        Softmax probabilities summed over the tokens, all heads and the middle third of the layers (as telling as the
+        later half, measured, and the last third need not run). Their KV is written to their slots, for these layers.
+        Raises InvalidTokens and ContextExceeded before anything is changed; no more tokens than the largest size.
+        """
+        ids, at, into = (
+            _int32(name, each)
+            for name, each in (("token ids", token_ids), ("positions", positions), ("slots", slots))
+        )
+        size = next((size for size in self._sizes_at(kv.slots) if size >= len(ids)), None)
+        if size is None:
+            raise InvalidTokens(f"a probe of {len(ids)} tokens, the largest graph takes {self.sizes[-1]}")
+        call = Call(size, ids, at, into)
+        self._check([call], kv)
+        kv.slot_positions[into] = at
+        if size not in self._probes.setdefault(kv, {}):
+            attention = np.zeros((size, kv.slots), np.float32)
+            self._probes[kv][size] = self._bind_probe(kv, size, attention), attention
+        bound, attention = self._probes[kv][size]
+        hidden = None
+        for part in range(len(self._probe_layers)):
+            hidden = bound.run(part, call, hidden)
+        seen: NDArray[np.float32] = attention[: len(ids)].sum(axis=0)
+        return seen
+
     def costs(self, slots: int) -> CallCosts:
         """Measured cost of a call of each size over `slots` slots; measured now if this device never did."""
         with self._lock:
@@ -336,6 +385,32 @@ class StaticGraphEngine:
                 form=self.form,
             )
         return bound[size]
+
+    def _bind_probe(self, kv: KvAllocation, size: int, attention: NDArray[np.float32]) -> BoundCall:
+        if (size, kv.slots) not in self._probe_parts:
+            self._probe_parts[size, kv.slots] = [
+                self.runtime.compile(
+                    layer_graph(
+                        self.weights,
+                        tokens=size,
+                        slots=kv.slots,
+                        layers=layers,
+                        kv_dtype=self.kv_dtype,
+                        form=self.form,
+                        attention=layers == self._probe_layers[-1],
+                    )
+                )
+                for layers in self._probe_layers
+            ]
+        return BoundCall(
+            self._probe_parts[size, kv.slots],
+            self._probe_layers,
+            kv,
+            size=size,
+            hidden=self.config.hidden,
+            form=self.form,
+            attention=attention,
+        )
 
     def _logits(self, hidden: NDArray[np.float32]) -> NDArray[np.float32]:
         """[n, hidden] → [n, vocab]: one by one for a few rows, else by blocks."""

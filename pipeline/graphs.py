@@ -20,6 +20,9 @@ The form `read_only_past` is for compilers that cannot scatter into a graph inpu
 token goes, and the outputs `k<i>_out`, `v<i>_out` are [kv_heads, C, head_dim]: the new tokens alone, for the host to
 put into their slots.
 
+With `attention`, a further output `attention` float32 [C, S]: the softmax probabilities with which each token reads
+each slot, summed over heads and the layers of the part. It says which held tokens a question is about.
+
 Only standard operators of opset 21 are used. Attention is MatMul, Add, Softmax, MatMul: the Attention operator of
 opset 23 was no faster on ONNX Runtime CPU (C = 16, 64, 256 at S = 1024), and the explicit form leaves the
 probabilities open, which selection by attention needs as a further output. Query heads that share a KV head form one
@@ -71,9 +74,10 @@ def layer_graph(
     layers: range,
     kv_dtype: KvDtype = "float32",
     form: Form = "in_place",
+    attention: bool = False,
 ) -> Graph:
     """Graph of consecutive `layers` for `tokens` (C) tokens over `slots` (S) slots; see the top of this file."""
-    return _LayerGraph(weights, tokens, slots, layers, kv_dtype, form).build()
+    return _LayerGraph(weights, tokens, slots, layers, kv_dtype, form, attention).build()
 
 
 def head_graph(weights: Weights, rows: int) -> Graph:
@@ -170,12 +174,20 @@ class _Builder:
 
 class _LayerGraph:
     def __init__(
-        self, weights: Weights, tokens: int, slots: int, layers: range, kv_dtype: KvDtype, form: Form
+        self,
+        weights: Weights,
+        tokens: int,
+        slots: int,
+        layers: range,
+        kv_dtype: KvDtype,
+        form: Form,
+        attention: bool,
     ) -> None:
         self.c = weights.config
         self.b = _Builder(weights)
         self.weights, self.tokens, self.slots, self.layers = weights, tokens, slots, layers
         self.kv_dtype, self.form = kv_dtype, form
+        self.sums: list[str] | None = [] if attention else None  # of each layer, [C, keys]
         self.kv_type = TensorProto.FLOAT if kv_dtype == "float32" else TensorProto.FLOAT16
 
     def build(self) -> Graph:
@@ -203,7 +215,11 @@ class _LayerGraph:
             fed = self._feed_forward(name, b.rms_norm(hidden, b.weight(f"{name}.ffn_norm"), c.norm_eps))
             hidden = b.op("Add", [hidden, fed], out="hidden_out" if layer == last else None)
         b.output("hidden_out", TensorProto.FLOAT, [self.tokens, c.hidden])
+        if self.sums is not None:
+            b.op("Slice", [b.op("Sum", self.sums), b.ints(0), b.ints(self.slots), b.ints(1)], out="attention")
+            b.output("attention", TensorProto.FLOAT, [self.tokens, self.slots])
         name = f"layers-{first}-{last}-c{self.tokens}-s{self.slots}-{self.kv_dtype}-{self.form}"
+        name += "" if self.sums is None else "-attention"
         return Graph(name, b.model(name.replace("-", "_")), self.weights)
 
     def _mask(self) -> str:
@@ -258,6 +274,8 @@ class _LayerGraph:
         scores = b.op("MatMul", [q, b.op("Transpose", [keys], perm=[0, 2, 1])])
         scores = b.op("Add", [b.reshape(scores, c.heads, self.tokens, -1), self.mask])
         probabilities = b.op("Softmax", [scores], axis=-1)  # [heads, C, keys]
+        if self.sums is not None:
+            self.sums.append(b.op("ReduceSum", [probabilities, b.ints(0)], keepdims=0))
         probabilities = b.reshape(probabilities, c.kv_heads, group * self.tokens, -1)
         attended = b.reshape(b.op("MatMul", [probabilities, values]), c.heads, self.tokens, c.head_dim)
         return b.reshape(b.op("Transpose", [attended], perm=[1, 0, 2]), self.tokens, -1)

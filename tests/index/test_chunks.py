@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from kvstore.index.chunks import ChunkTable, Run, Source
 from kvstore.index.errors import BlockRefused, TokenError, UnknownBlock
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+
 from kvstore.index.cover import cover
 
 Runs = list[tuple[int, int]]

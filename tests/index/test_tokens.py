@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
+from numpy.typing import ArrayLike
+
 from kvstore.index.errors import TokenError
 from kvstore.index.tokens import LARGEST, token_ids
-from numpy.typing import ArrayLike
 
 
 @pytest.mark.parametrize("dtype", ["i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", ">i4", ">u2"])

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
 from kvstore.index.errors import BlockRefused, TokenError, UnknownBlock
 from kvstore.index.trie import Inserted, Prefix, Trie
 

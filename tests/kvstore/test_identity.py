@@ -11,10 +11,10 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvstore.pipeline.rope import DynamicNtk, Explicit, Linear, Llama3, LongRope, Rope, Yarn
 
 from kvstore.identity import FORMAT_VERSION, Adapter, Difference, Identity, IdentityError, digest_file
 from kvstore.layout import LayerLayout, Layout
+from kvstore.pipeline.rope import DynamicNtk, Explicit, Linear, Llama3, LongRope, Rope, Yarn
 
 WEIGHTS, OTHER, TOKENIZER = "a1" * 32, "b2" * 32, "c3" * 32
 LORA, LORA_2 = "3f2a" * 16, "77" * 32

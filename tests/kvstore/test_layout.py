@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvstore.pipeline.rope import DynamicNtk, Explicit, LongRope, Rope
 
 from kvstore.errors import BufferTooSmallError
 from kvstore.layout import Capabilities, LayerLayout, Layout, LayoutError, capabilities
+from kvstore.pipeline.rope import DynamicNtk, Explicit, LongRope, Rope
 
 ROPE = Rope(64, 10_000.0, 64)
 UNIFORM = Layout.uniform(layers=4, kv_heads=2, head_dim=64, rope=ROPE)

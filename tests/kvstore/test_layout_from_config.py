@@ -6,9 +6,9 @@ import math
 from typing import Any
 
 import pytest
-from kvstore.pipeline.rope import DynamicNtk, Explicit, Linear, Llama3, LongRope, Rope, Yarn
 
 from kvstore.layout import LayerLayout, Layout, LayoutError, capabilities
+from kvstore.pipeline.rope import DynamicNtk, Explicit, Linear, Llama3, LongRope, Rope, Yarn
 
 Config = dict[str, Any]
 

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf import GGUFReader
-from kvstore.pipeline.gguf_metadata import read_metadata
-from kvstore.pipeline.rope import Explicit, Linear, LongRope, Rope, Yarn
 from numpy.typing import NDArray
 
 from kvstore.layout import LayerLayout, Layout, LayoutError, capabilities
+from kvstore.pipeline.gguf_metadata import read_metadata
+from kvstore.pipeline.rope import Explicit, Linear, LongRope, Rope, Yarn
 from tests.reference import Reference
 from tests.tiny_models import write_tiny_gguf
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from kvstore.pipeline.chat import ChatTemplate, ChatTemplateError
 from kvstore.pipeline.gguf_metadata import read_metadata
 from kvstore.pipeline.tokenizer import Tokenizer
-
 from tests.tiny_models import write_tiny_gguf
 
 CONVERSATION = [

@@ -16,6 +16,8 @@ import onnxruntime
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
+
 from kvstore.pipeline.call import Call
 from kvstore.pipeline.engine import InvalidTokens, StaticGraphEngine
 from kvstore.pipeline.graphs import EMPTY
@@ -23,8 +25,6 @@ from kvstore.pipeline.kv_allocation import ContextExceeded
 from kvstore.pipeline.onnx_runtime import OnnxRuntime, ProviderUnavailable
 from kvstore.pipeline.tokenizer import Tokenizer
 from kvstore.pipeline.weights import UnsupportedModel
-from numpy.typing import NDArray
-
 from tests.reference import Reference
 from tests.tiny_models import write_tiny_gguf
 

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from numpy.typing import NDArray
+
 from kvstore.pipeline.graphs import EMPTY, Form, Graph, KvDtype, head_graph, layer_graph
 from kvstore.pipeline.onnx_runtime import OnnxRuntime
 from kvstore.pipeline.runtime import GraphRefused
 from kvstore.pipeline.weights import Weights, open_weights
-from numpy.typing import NDArray
-
 from tests.tiny_models import write_tiny_gguf
 
 C, S = 8, 32

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kvstore.pipeline.tokenizer import Tokenizer
 
+from kvstore.pipeline.tokenizer import Tokenizer
 from tests.reference import Reference
 from tests.tiny_models import write_tiny_gguf
 

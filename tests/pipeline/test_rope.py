@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvstore.pipeline.rope import DynamicNtk, Linear, Llama3, LongRope, Rope, Yarn
 
 LLAMA31 = Llama3(factor=8, low_freq_factor=1, high_freq_factor=4, original_context=8192)

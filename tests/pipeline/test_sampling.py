@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+
 from kvstore.pipeline.sampling import Sampler
 
 LOGITS = arrays(np.float32, st.integers(1, 40), elements=st.floats(-30, 30, width=32))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvstore.pipeline.schedule import CallCosts, CostTable
 
 costs = st.dictionaries(st.integers(1, 40), st.floats(0.001, 10, allow_nan=False), min_size=1, max_size=4)

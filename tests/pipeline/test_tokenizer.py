@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvstore.pipeline.gguf_metadata import GgufError, read_metadata
 from kvstore.pipeline.tokenizer import Tokenizer, TokenizerError
-
 from tests.tiny_models import SPECIALS, write_tiny_gguf
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=200)

@@ -12,10 +12,10 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+
 from kvstore.pipeline.gguf_metadata import GgufError
 from kvstore.pipeline.rope import LongRope, Rope
 from kvstore.pipeline.weights import UnsupportedModel, Weights, open_weights
-
 from tests.tiny_models import write_tiny_gguf
 
 

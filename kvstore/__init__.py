@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .identity import Identity as Identity
     from .layout import Layout as Layout
     from .lease import Lease as Lease
+    from .pipeline.rope import Rope as Rope
     from .profile import Profile as Profile
     from .store import KVStore as KVStore
     from .store import Match as Match
@@ -32,6 +33,7 @@ _HOMES = {
     "Lease": "lease",
     "Match": "store",
     "Profile": "profile",
+    "Rope": "pipeline.rope",
 }
 
 __all__ = [*_HOMES, "open"]

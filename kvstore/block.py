@@ -18,13 +18,14 @@ if TYPE_CHECKING:
 KEY_BYTES = 32
 
 
-def block_key(identity: bytes, parent: bytes, tokens: NDArray[np.int32]) -> bytes:
+def block_key(identity: bytes, parent: bytes, tokens: NDArray[np.int32], *, exact: bool = True) -> bytes:
     """Name of a block: BLAKE2b-256 over identity, parent's key (empty at position 0) and token ids.
 
     The chain makes the key speak for all that precedes the block. It is cryptographic because a child finds its
-    parent by it after a restart; a lookup compares token ids besides.
+    parent by it after a restart; a lookup compares token ids besides. Blocks that are not exact have keys of their
+    own kind, so that no exact block ever takes one for its parent.
     """
-    digest = hashlib.blake2b(identity, digest_size=KEY_BYTES)
+    digest = hashlib.blake2b(identity, digest_size=KEY_BYTES, person=b"" if exact else b"kvstore.inexact")
     digest.update(len(parent).to_bytes(1, "little"))
     digest.update(parent)
     digest.update(np.ascontiguousarray(tokens, dtype="<i4").tobytes())
@@ -44,6 +45,7 @@ class Block:
     """One held block. Immutable but for where it lies and who uses it; the store changes those under its lock.
 
     `start` is the position of its first token. `cold_bytes` is what it occupies on flash, 0 when it is not there.
+    `exact` False: its KV was computed behind KV that was itself moved; it serves as a moved run, never as a prefix.
     `leases` counts who relies on it: while above 0 it is neither moved nor dropped. `doomed` blocks are no longer
     findable and go when the last lease ends.
     """
@@ -55,6 +57,7 @@ class Block:
     tokens: NDArray[np.int32]
     start: int
     nbytes: int
+    exact: bool = True
     memory: Residence | None = None
     cold_bytes: int = 0
     leases: int = 0

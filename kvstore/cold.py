@@ -226,6 +226,7 @@ class ColdTier:
             parent_key=header.parent_key,
             start=header.start,
             tokens=header.tokens,
+            exact=header.exact,
             file_bytes=self._occupied(reader.status),
             last_use=reader.status.st_mtime,
             hits=0,

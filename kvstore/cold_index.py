@@ -35,6 +35,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
     parent_key: bytes
     start: int
     tokens: bytes
+    exact: bool
     file_bytes: int
     last_use: float
     hits: int

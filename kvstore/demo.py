@@ -29,7 +29,8 @@ _QUESTIONS = (
     "What happens when a name is assigned to?",
     "What does an augmented assignment do?",
 )
-_TEXT_TOKENS = 1000
+_TEXT_TOKENS = 900
+_ROOM = 70  # what instruction, question and chat template add
 
 
 class _Step(msgspec.Struct, frozen=True):
@@ -72,7 +73,7 @@ def run(model: Path | None, texts: Sequence[Path], questions: Sequence[str], tok
         progress.update(task, description="building graphs (kept for the next time)")
         language_model = LanguageModel(path)
         text = _excerpt(language_model, texts)
-        _warm_up(language_model, text)
+        language_model.engine.warm_up(_TEXT_TOKENS + _ROOM + tokens)
         steps = []
         with open_store(directory, identity=language_model.identity) as store:
             for name, question in zip(("first", "second"), asked, strict=False):
@@ -94,13 +95,6 @@ def _excerpt(model: LanguageModel, texts: Sequence[Path]) -> str:
 
         whole = "\n\n".join(topics[name] for name in ("assignment", "class"))
     return model.tokenizer.decode(model.tokenizer.encode(whole)[:_TEXT_TOKENS])
-
-
-def _warm_up(model: LanguageModel, text: str) -> None:
-    """Compile the graphs before anything is timed."""
-    prompt = model.chat_prompt(_INSTRUCTION + text, "Ready?")
-    Session(model.engine, None).generate(prompt, 2)
-    Session(model.engine, None).generate(prompt[:40], 2)
 
 
 def _ask(model: LanguageModel, store: KVStore, text: str, name: str, question: str, tokens: int) -> _Step:
@@ -166,7 +160,7 @@ def _show(console: Console, path: Path, steps: Sequence[_Step]) -> None:
 def _child() -> None:
     task = msgspec.json.decode(sys.stdin.buffer.read(), type=_Task)
     model = LanguageModel(Path(task.model))
-    _warm_up(model, task.text)
+    model.engine.warm_up(_TEXT_TOKENS + _ROOM + task.tokens)
     with open_store(task.directory, identity=model.identity) as store:
         step = _ask(model, store, task.text, task.name, task.question, task.tokens)
     sys.stdout.buffer.write(msgspec.json.encode(step))

@@ -5,7 +5,7 @@ LOCK          flock of the owning process, its pid inside
 index/        LMDB index, named after the digest of its content
 blocks/       one record a block, named after its key; *.tmp goes on opening
 quarantine/   records that failed a check, kept for inspection within the budget
-identities/   what each identity digest stands for
+identities/   what each identity digest stands for, and what was measured of moved reuse for it
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import os
 from pathlib import Path
 
 import msgspec
+import xxhash
 
 from .errors import DirectoryInUseError, DirectoryUnusableError, FormatMismatchError
 
@@ -25,6 +26,9 @@ SCRATCH = ".tmp"
 """Ending of files that no stop survives: half-written ones, and records kept only for a lease."""
 
 _FIRST = ("LOCK", f"FORMAT{SCRATCH}")  # what a stop in the middle of the very first opening leaves
+
+
+_VERDICT = ".verdict"
 
 
 class _Format(msgspec.Struct):
@@ -95,6 +99,24 @@ class DataDirectory:
         scratch = target.with_suffix(SCRATCH)
         scratch.write_bytes(description)
         scratch.rename(target)
+
+    def keep_verdict(self, digest: bytes, content: bytes) -> None:
+        """Keep what was measured of an identity."""
+        target = (self.path / "identities" / digest.hex()).with_suffix(_VERDICT)
+        scratch = target.with_suffix(SCRATCH)
+        scratch.write_bytes(xxhash.xxh3_64_digest(content) + content)
+        scratch.rename(target)
+
+    def verdicts(self) -> dict[bytes, bytes]:
+        """Digest -> what was kept; damaged ones are left out."""
+        found: dict[bytes, bytes] = {}
+        for path in self.identity_notes():
+            if path.suffix == _VERDICT:
+                with contextlib.suppress(OSError, ValueError):
+                    content = path.read_bytes()
+                    if xxhash.xxh3_64_digest(content[8:]) == content[:8]:
+                        found[bytes.fromhex(path.stem)] = content[8:]
+        return found
 
     def identities(self) -> dict[bytes, bytes]:
         """Digest -> description of every identity noted; unreadable notes are left out."""

@@ -1,25 +1,32 @@
-"""All blocks of one identity: the walls that KV never crosses. One layout, one trie, one set of keys."""
+"""All blocks of one identity: the walls that KV never crosses. One layout, one trie, one chunk table, one lifetime."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from kvstore.index.chunks import ChunkTable
 from kvstore.index.trie import Trie
 
 from .block import Block
 from .identity import Identity
 from .layout import Layout
+from .moved import SHORTEST, MovedRun, moved_run
 
 ROOT_KEY = b""
 """Parent key of a block at position 0."""
+
+_WINDOW = 16
 
 
 class Namespace:
     """Blocks of one identity digest, findable by tokens. Called under the store's lock.
 
     Until someone opens the identity only its digest is known: its blocks count against the budget and age, but
-    nobody can read them. Blocks whose parent is not held wait as orphans: no prefix reaches them until then.
+    nobody can read them. A prefix reaches the blocks in the trie. Not there, and found only as moved runs, are
+    orphans, whose parent is not held, and blocks that are not exact.
     """
 
     def __init__(self, digest: bytes, block_tokens: int) -> None:
@@ -30,6 +37,7 @@ class Namespace:
         self.by_key: dict[bytes, Block] = {}
         self._by_number: dict[int, Block] = {}
         self._orphans: dict[bytes, list[Block]] = {}
+        self._chunks: ChunkTable | None = None  # made by the first search: prefix reuse alone needs none
 
     def open(self, identity: Identity, frame_bytes: int) -> None:
         """Make the blocks readable. A block is cut into as many layer groups as leave each `frame_bytes`."""
@@ -56,11 +64,18 @@ class Namespace:
         found = self.trie.lookup(tokens)
         return [self._by_number[number] for number in found.blocks], found.length
 
+    def moved(self, tokens: NDArray[np.int32], start: int, boundaries: Sequence[int]) -> list[MovedRun]:
+        """Runs of tokens[start:] that are held anywhere, disjoint and ascending, each from its best copy."""
+        if self._chunks is None:
+            self._chunks = self._table()
+        runs = self._chunks.find(tokens, start=start, shortest=SHORTEST, boundaries=boundaries)
+        return [moved_run(run, tokens, self._by_number.__getitem__, self._before) for run in runs]
+
     def below(self, tokens: NDArray[np.int32]) -> list[Block]:
-        """All blocks that this prefix leads to, leaves first; for no tokens, everything, orphans included."""
+        """All blocks that this prefix leads to, leaves first; for no tokens, every block."""
         found = [self._by_number[number] for number in self.trie.below(tokens)]
         if not len(tokens):
-            found += [block for orphans in self._orphans.values() for block in orphans]
+            found += [block for block in self.by_key.values() if block.number not in self.trie]
         return found
 
     def holds(self, block: Block) -> bool:
@@ -81,28 +96,30 @@ class Namespace:
         twin = self.by_key.get(block.key)
         if twin is not None:
             return (twin if self._is_same(twin, block, above) else None), None
+        if not block.exact:
+            self._hold(block, self._before(block), ())
+            return block, None
         if block.parent_key != ROOT_KEY and above is None:
             self._orphans.setdefault(block.parent_key, []).append(block)
-            self.by_key[block.key] = block
+            self._hold(block, self._before(block), ())
             return block, None
         inserted = self.trie.insert(block.number, block.tokens, above.number if above is not None else None)
         if inserted.block != block.number:
             return self._by_number[inserted.block], None
-        self.by_key[block.key] = block
-        self._by_number[block.number] = block
         replaced = None
         if inserted.replaced is not None:
-            replaced = self._by_number.pop(inserted.replaced)
-            del self.by_key[replaced.key]
+            replaced = self._by_number[inserted.replaced]
+            self._release(replaced)
+        self._hold(block, above, inserted.rejoined)
         return block, replaced
 
     def adopt_orphans(self, block: Block) -> list[Block]:
-        """Make findable what waited for `block`, to any depth; returns blocks found to be doubles."""
+        """Make findable as a prefix what waited for `block`, to any depth; returns blocks found to be doubles."""
         doubles = []
         waiting = [block]
         while waiting:
             for orphan in self._orphans.pop(waiting.pop().key, ()):
-                del self.by_key[orphan.key]
+                self._release(orphan)
                 standing, replaced = self.add(orphan)
                 doubles += [replaced] if replaced else []
                 if standing is orphan:
@@ -115,27 +132,57 @@ class Namespace:
         """Make a block unfindable. What hangs on it stays held, and is found again once its tokens are back."""
         if self.by_key.get(block.key) is not block:
             return
-        del self.by_key[block.key]
-        if self._by_number.pop(block.number, None) is not None:
+        self._release(block)
+        if block.number in self.trie:
             self.trie.remove(block.number)
-            return
-        siblings = self._orphans[block.parent_key]
-        siblings.remove(block)
-        if not siblings:
-            del self._orphans[block.parent_key]
+        elif block.exact:
+            siblings = self._orphans[block.parent_key]
+            siblings.remove(block)
+            if not siblings:
+                del self._orphans[block.parent_key]
+
+    def _hold(self, block: Block, above: Block | None, children: Sequence[int]) -> None:
+        self.by_key[block.key] = block
+        self._by_number[block.number] = block
+        if self._chunks is not None:
+            parent = None if above is None else above.number
+            self._chunks.insert(block.number, block.tokens, parent, children)
+
+    def _release(self, block: Block) -> None:
+        del self.by_key[block.key]
+        del self._by_number[block.number]
+        if self._chunks is not None:
+            self._chunks.remove(block.number)
+
+    def _table(self) -> ChunkTable:
+        """A chunk table of all that is held."""
+        table = ChunkTable(self.trie.block_tokens, window=min(_WINDOW, self.trie.block_tokens))
+        for block in sorted(self.by_key.values(), key=lambda block: block.start):
+            above = self._before(block)
+            table.insert(block.number, block.tokens, None if above is None else above.number)
+        return table
+
+    def _before(self, block: Block) -> Block | None:
+        """The held block whose tokens come right before this one's, whether or not a prefix reaches them."""
+        above = self.by_key.get(block.parent_key)
+        if (
+            above is None
+            or above.start + above.length != block.start
+            or above.length != self.trie.block_tokens
+        ):
+            return None
+        return above
 
     def _above(self, block: Block) -> Block | None:
-        """The held block that `block` follows."""
-        above = self.by_key.get(block.parent_key)
-        if above is None or above.number not in self.trie or above.start + above.length != block.start:
-            return None
-        return above if above.length == self.trie.block_tokens else None
+        """The held block in the trie that `block` follows."""
+        above = self._before(block)
+        return above if above is not None and above.number in self.trie else None
 
     def _is_same(self, held: Block, block: Block, above: Block | None) -> bool:
         """Whether two blocks of one key stand for the same tokens behind the same prefix: tokens decide."""
         follows = self.trie.parent(held.number) if held.number in self.trie else None
         return (
-            follows == (None if above is None else above.number)
-            and (held.start, held.parent_key) == (block.start, block.parent_key)
+            follows == (None if above is None or not block.exact else above.number)
+            and (held.start, held.parent_key, held.exact) == (block.start, block.parent_key, block.exact)
             and np.array_equal(held.tokens, block.tokens)
         )

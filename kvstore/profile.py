@@ -33,6 +33,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.block_tokens < 1 or self.block_tokens > 4096:
             raise BudgetError(f"block_tokens {self.block_tokens} must lie between 1 and 4096")
+        if self.block_tokens > 16 and self.block_tokens % 16:
+            raise BudgetError(f"block_tokens {self.block_tokens} must be a multiple of 16, or at most 16")
         if self.alignment < 1 or self.alignment & (self.alignment - 1):
             raise BudgetError(f"alignment {self.alignment} must be a power of two")
         for name in ("hot_bytes", "warm_bytes", "cold_bytes"):

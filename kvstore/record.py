@@ -54,13 +54,17 @@ class Frame(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True):
-    """What a record holds. `tokens` are int32 little-endian; frame offsets count from the end of the header."""
+    """What a record holds. `tokens` are int32 little-endian; frame offsets count from the end of the header.
+
+    `exact` as in `Block`.
+    """
 
     identity: bytes
     key: bytes
     parent_key: bytes
     start: int
     tokens: bytes
+    exact: bool
     frames: tuple[Frame, ...]
 
     def token_ids(self) -> NDArray[np.int32]:
@@ -74,6 +78,7 @@ def encode(
     parent_key: bytes,
     start: int,
     tokens: NDArray[np.int32],
+    exact: bool,
     groups: Sequence[NDArray[np.uint8]],
     itemsize: int,
 ) -> list[bytes | memoryview]:
@@ -91,7 +96,7 @@ def encode(
         pieces += planes
         offset += frame.length
     header = msgspec.msgpack.encode(
-        Header(identity, key, parent_key, start, tokens.astype("<i4").tobytes(), tuple(frames))
+        Header(identity, key, parent_key, start, tokens.astype("<i4").tobytes(), exact, tuple(frames))
     )
     return [_preamble(header), header, *pieces]
 

@@ -16,17 +16,20 @@ from numpy.typing import NDArray
 from kvstore.pipeline.engine import StaticGraphEngine
 from kvstore.pipeline.kv_allocation import KvAllocation
 from kvstore.pipeline.sampling import Sampler
+from kvstore.pipeline.self_test import why_not_shift
 
 from .identity import Identity
 from .layout import Layout
-from .lease import Lease, LoadedGroup
+from .prefill import Prefilled, prefill
+from .reuse import Policy
 from .store import KVStore
 
 
 class Generation(msgspec.Struct, frozen=True):
     """One answer, and where the KV of its prompt came from, in tokens.
 
-    `store_seconds` is what look-up, lease and load took out of `ttft_seconds`. `bytes_read` came from flash.
+    hot + warm + cold (the prefix) + moved + recomputed + computed = prompt_tokens. `store_seconds` is what look-up,
+    lease and load took out of `ttft_seconds`. `bytes_read` came from flash.
     """
 
     tokens: list[int]
@@ -34,6 +37,8 @@ class Generation(msgspec.Struct, frozen=True):
     hot: int
     warm: int
     cold: int
+    moved: int
+    recomputed: int
     computed: int
     padded: int
     bytes_read: int
@@ -62,11 +67,18 @@ def identity_of(engine: StaticGraphEngine, tokenizer_digest: str, *, tenant_salt
 
 
 class Session:
-    """Generates with `engine`, reusing and feeding `store`; without a store it is the baseline to compare with."""
+    """Generates with `engine`, reusing and feeding `store`; without a store it is the baseline to compare with.
 
-    def __init__(self, engine: StaticGraphEngine, store: KVStore | None) -> None:
+    `policy` says how far moved runs may stand in for computed tokens; what that means for this model is the store's
+    verdict, see `reuse`. Without a verdict, or where moving keys fails its self-test, it is `exact`.
+    """
+
+    def __init__(self, engine: StaticGraphEngine, store: KVStore | None, policy: Policy = "careful") -> None:
         self._engine = engine
         self._store = store
+        self._repair = None if store is None else store.verdict.repair(policy)
+        if store is not None and self._repair is not None and store.shift_refused is None:
+            store.shift_refused = why_not_shift(engine, [layer.rope for layer in store.layout.layers])
 
     def generate(
         self,
@@ -75,22 +87,47 @@ class Session:
         *,
         choose: Callable[[NDArray[np.float32]], int] | None = None,
         stop: Sequence[int] = (),
+        boundaries: Sequence[int] = (),
         on_token: Callable[[int], None] | None = None,
         keep: bool = True,
     ) -> Generation:
         """Answer `prompt` (int32 [n]) with at most `max_new` tokens, ending before a token of `stop`.
 
-        `keep` False reuses without storing. Raises the engine's error when prompt and answer exceed its context.
+        boundaries: positions at which segments of the prompt begin, where they are known. `keep` False reuses
+        without storing. Raises the engine's error when prompt and answer exceed its context.
         """
         engine = self._engine
-        padding_before = engine.statistics.padding
         started = time.perf_counter()
         kv = engine.allocate(len(prompt) + max_new)
-        logits, lease, known, store_seconds = self._prefill(prompt, kv)
+        try:
+            return self._answer(
+                prompt, max_new, kv, started, choose or Sampler(), stop, boundaries, on_token, keep
+            )
+        finally:
+            engine.recycle(kv)
+
+    def _answer(
+        self,
+        prompt: NDArray[np.int32],
+        max_new: int,
+        kv: KvAllocation,
+        started: float,
+        choose: Callable[[NDArray[np.float32]], int],
+        stop: Sequence[int],
+        boundaries: Sequence[int],
+        on_token: Callable[[int], None] | None,
+        keep: bool,
+    ) -> Generation:
+        engine = self._engine
+        padding_before = engine.statistics.padding
+        if self._store is None:
+            done = _without_store(engine.prefill(prompt, kv), len(prompt))
+        else:
+            done = prefill(engine, self._store, prompt, kv, self._repair, boundaries)
         ttft, padded = 0.0, engine.statistics.padding - padding_before
         answer: list[int] = []
         stopped = False
-        for token in engine.decode(logits, kv, len(prompt), choose or Sampler()):
+        for token in engine.decode(done.logits, kv, len(prompt), choose):
             ttft = ttft or time.perf_counter() - started
             if stopped := token in stop:
                 break
@@ -101,79 +138,34 @@ class Session:
                 break
         if self._store is not None and keep:
             computed = answer if stopped else answer[:-1]  # KV of the last token taken was never computed
-            self._store.put(np.concatenate([prompt, np.array(computed, dtype=np.int32)]), kv)
-        tiers = lease.tokens_by_tier(known) if lease is not None else {"hot": 0, "warm": 0, "cold": 0}
+            _keep(self._store, np.concatenate([prompt, np.array(computed, dtype=np.int32)]), kv, done)
         return Generation(
             tokens=answer,
             prompt_tokens=len(prompt),
-            hot=tiers["hot"],
-            warm=tiers["warm"],
-            cold=tiers["cold"],
-            computed=len(prompt) - known,
+            hot=done.tiers["hot"],
+            warm=done.tiers["warm"],
+            cold=done.tiers["cold"],
+            moved=done.moved,
+            recomputed=done.recomputed,
+            computed=done.computed,
             padded=padded,
-            bytes_read=lease.bytes_read if lease is not None else 0,
-            store_seconds=store_seconds,
+            bytes_read=done.bytes_read,
+            store_seconds=done.store_seconds,
             ttft_seconds=ttft,
             total_seconds=time.perf_counter() - started,
         )
 
-    def _prefill(
-        self, prompt: NDArray[np.int32], kv: KvAllocation
-    ) -> tuple[NDArray[np.float32], Lease | None, int, float]:
-        """Logits of the last prompt token, the lease, tokens loaded of it, and seconds that the store took."""
-        if self._store is None:
-            return self._engine.prefill(prompt, kv, start=0), None, 0, 0.0
-        started = time.perf_counter()
-        match = self._store.lookup(prompt)
-        with self._store.lease(match) as lease:
-            known = min(lease.length, len(prompt) - 1)  # the last token is computed: its logits are wanted
-            loading = _Loading(lease, kv, known)
-            store_seconds = time.perf_counter() - started
-            try:
-                logits = self._engine.prefill(prompt, kv, start=known, before_group=self._bring(loading))
-            except _ShrunkError:
-                known = loading.finish()
-                logits = self._engine.prefill(prompt, kv, start=known)
-            return logits, lease, known, store_seconds + loading.seconds
 
-    def _bring(self, loading: _Loading) -> Callable[[int], None]:
-        """What the engine calls before it runs a layer group: brings that group's KV in place."""
-        groups = self._engine.layer_groups
-
-        def before(group: int) -> None:
-            loading.until(groups[group].stop)
-
-        return before
+def _without_store(logits: NDArray[np.float32], tokens: int) -> Prefilled:
+    return Prefilled(logits, 0, 0, 0, tokens, {"hot": 0, "warm": 0, "cold": 0}, 0, 0.0, tokens)
 
 
-class _ShrunkError(Exception):
-    """A block turned out to be damaged after the engine began to build on it."""
-
-
-class _Loading:
-    """The load of one lease, drawn forward as far as the engine needs it."""
-
-    def __init__(self, lease: Lease, kv: KvAllocation, known: int) -> None:
-        self._groups = lease.layer_groups(kv, length=known)
-        self._layers = 0
-        self._known = known
-        self.seconds = 0.0
-
-    def until(self, layer: int) -> None:
-        """Return when all layers before `layer` are in place. Raises _ShrunkError when fewer tokens are good."""
-        started = time.perf_counter()
-        while self._layers < layer and (group := next(self._groups, None)) is not None:
-            self._take(group)
-            if group.tokens < self._known:
-                raise _ShrunkError
-        self.seconds += time.perf_counter() - started
-
-    def finish(self) -> int:
-        """Load what is left; how many tokens are good in every layer."""
-        for group in self._groups:
-            self._take(group)
-        return self._good
-
-    def _take(self, group: LoadedGroup) -> None:
-        self._layers = group.layers.stop
-        self._good = group.tokens
+def _keep(store: KVStore, tokens: NDArray[np.int32], kv: KvAllocation, done: Prefilled) -> None:
+    """Store what was computed: exact KV as a prefix, what was computed behind moved runs as such."""
+    if not done.fresh:
+        store.put(tokens, kv)
+        return
+    if done.exact_until > done.prefix:
+        store.put(tokens[: done.exact_until], kv)
+    *spans, (begin, _) = done.fresh  # the last span is the end of the prompt, and the answer goes on there
+    store.put_inexact(tokens, kv, [*spans, (begin, len(tokens))])

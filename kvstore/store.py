@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -33,9 +34,11 @@ from .errors import BudgetError, InvalidRequestError, InvalidTokensError, StoreC
 from .identity import Identity
 from .layout import capabilities
 from .lease import Lease
+from .moved import SHORTEST, MovedRun
 from .namespace import ROOT_KEY
 from .profile import CPU, Profile
-from .record import BadRecordError
+from .put import Incoming, PutResult
+from .reuse import NOT_MEASURED, Verdict
 from .stats import Stats, collect
 from .tiers import Tiers
 from .write_behind import WriteBehind
@@ -46,19 +49,11 @@ EXACT_ONLY = "layout permits exact reuse only"
 
 
 class Match(NamedTuple):
-    """What a look-up found: the first `length` of the tokens asked for are held, in these blocks."""
+    """What a look-up found: the first `length` of the tokens asked for are held, in `blocks`; `runs` elsewhere."""
 
     length: int
     blocks: tuple[Block, ...]
-
-
-class PutResult(NamedTuple):
-    """What a put did, in tokens: `stored` are new, `held` were there already, `refused` were not kept, and why."""
-
-    stored: int
-    held: int
-    refused: int
-    reason: str | None = None
+    runs: tuple[MovedRun, ...] = ()
 
 
 class _Shared:
@@ -72,6 +67,7 @@ class _Shared:
             if self.directory is not None:
                 self.directory.close()
             raise
+        self.verdicts = {} if self.directory is None else _verdicts(self.directory)
         self.worker = WriteBehind(self.tiers)
         self.pool = ThreadPoolExecutor(_IO_THREADS, thread_name_prefix="kvstore-load")
 
@@ -86,6 +82,10 @@ class KVStore:
         self.layout = identity.layout
         self.path = None if shared.directory is None else shared.directory.path
         self.capabilities = capabilities(identity.layout)
+        self.shift_refused = (
+            None if self.capabilities.reuse == "shift" else "; ".join(self.capabilities.reasons)
+        )
+        """Why moved runs are not looked for; None when they are. A self-test that fails sets it, too."""
         self._exact = self.capabilities.reuse == "exact"
         self._digest = identity.digest()
         profile = shared.tiers.profile
@@ -107,18 +107,26 @@ class KVStore:
 
     # -- reading ----------------------------------------------------------------------------------------------------
 
-    def lookup(self, tokens: ArrayLike) -> Match:
-        """The longest prefix of `tokens` (integers [n]) that is held. Changes nothing. Raises InvalidTokensError."""
+    def lookup(self, tokens: ArrayLike, *, moved: bool = False, boundaries: Sequence[int] = ()) -> Match:
+        """The longest prefix of `tokens` (integers [n]) that is held. Changes nothing. Raises InvalidTokensError.
+
+        moved: look for runs of the rest that are held anywhere, too; their KV has to be turned and repaired, and is
+        an approximation then. boundaries: positions at which segments of the prompt begin, where they are known.
+        """
         ids = _checked(tokens)
         with self._lock():
             found, reached = self._namespace.match(ids)
             blocks, length = self._usable(ids, found, reached)
             if length < reached:
                 self._tiers.misses[EXACT_ONLY] += reached - length
+            runs: list[MovedRun] = []
+            if moved and length < len(ids) and self.shift_refused is None:
+                runs = self._namespace.moved(ids, length, boundaries)
             self._tiers.counts["tokens_asked"] += len(ids)
             self._tiers.counts["tokens_matched"] += length
+            self._tiers.counts["tokens_moved"] += sum(run.length for run in runs)
             self._tiers.counts["lookups"] += 1
-        return Match(length, tuple(blocks))
+        return Match(length, tuple(blocks), tuple(runs))
 
     def _usable(self, ids: NDArray[np.int32], blocks: list[Block], length: int) -> tuple[list[Block], int]:
         """What of a match may be used: all, or for exact reuse the longest prompt that was stored as a whole."""
@@ -155,9 +163,17 @@ class KVStore:
                 length = min(block.start + block.length, match.length)
             if length < match.length and self._exact:
                 blocks, length = [], 0
+            runs = [
+                run for run in match.runs if all(self._namespace.holds(piece.block) for piece in run.pieces)
+            ]
+            gone = sum(run.length for run in match.runs) - sum(run.length for run in runs)
+            if gone:
+                self._tiers.misses["evicted between look-up and lease"] += gone
             self._tiers.acquire(blocks, used=True)
+            for run in runs:
+                self._tiers.acquire([piece.block for piece in run.pieces], used=True)
             return Lease(
-                self._tiers, self._shared.worker, self._shared.pool, blocks, length, whole=self._exact
+                self._tiers, self._shared.worker, self._shared.pool, blocks, length, runs, whole=self._exact
             )
 
     # -- writing ----------------------------------------------------------------------------------------------------
@@ -199,145 +215,47 @@ class KVStore:
                     self._tiers.drop(other)  # two prompts cannot share a block, the newer one stays
                 path, held = [], 0
             self._tiers.acquire(path, used=True)
-        leased = list(path)
-        try:
-            return self._put_blocks(ids, kv, start, slots, leased, held, time.monotonic() + wait)
-        finally:
-            with self._tiers.lock:
-                self._tiers.release(leased)
+        incoming = Incoming(self._shared.tiers, self._shared.worker, self._namespace, kv, start, slots, wait)
+        return incoming.prefix(ids, path, held, self._key_seed(ids))
 
-    def _put_blocks(
+    def put_inexact(
         self,
-        ids: NDArray[np.int32],
+        tokens: ArrayLike,
         kv: KvBuffer,
-        start: int,
-        slots: NDArray[np.int64] | None,
-        path: list[Block],
-        held: int,
-        deadline: float,
+        spans: Sequence[tuple[int, int]],
+        slots: NDArray[np.int64] | None = None,
     ) -> PutResult:
-        """Add block after block behind the full blocks of `path`, which is leased and grows."""
-        if held == len(ids):
-            return PutResult(0, held, 0)
-        size = self.block_tokens
-        stored = 0
-        first = held // size
-        parent = path[first - 1] if first else None
-        seed = self._key_seed(ids)
-        for begin in range(first * size, len(ids), size):
-            piece = ids[begin : begin + size]
-            block, reason = self._fill(seed, begin, piece, parent, kv, start, slots, path, deadline)
-            if block is None:
-                refused = len(ids) - max(begin, held)
-                with self._tiers.lock:
-                    self._tiers.refusals[reason] += refused
-                return PutResult(stored, held, refused, reason)
-            with self._tiers.lock:
-                standing = self._tiers.add(block)
-                if standing is None:
-                    reason = "another block has its key"
-                    self._tiers.refusals[reason] += len(ids) - max(begin, held)
-                    return PutResult(stored, held, len(ids) - max(begin, held), reason)
-                self._tiers.acquire([standing], used=False)
-                path.append(standing)
-                if standing is block:
-                    stored += begin + len(piece) - max(begin, held)
-                    self._tiers.counts["tokens_stored"] += begin + len(piece) - max(begin, held)
-                    self._shared.worker.submit(block)
-            parent = standing
-        return PutResult(stored, held, 0)
+        """Keep the KV of spans [begin, end) of `tokens` that were computed behind moved runs.
 
-    def _fill(
-        self,
-        seed: bytes,
-        begin: int,
-        piece: NDArray[np.int32],
-        parent: Block | None,
-        kv: KvBuffer,
-        start: int,
-        slots: NDArray[np.int64] | None,
-        path: Sequence[Block],
-        deadline: float,
-    ) -> tuple[Block | None, str]:
-        """A complete, not yet findable block of the tokens `piece` at `begin`; or None and why not."""
-        nbytes = self.layout.block_bytes(len(piece))
-        with self._lock():
-            room = self._tiers.allocate_warm(nbytes)
-            while room is None and (left := deadline - time.monotonic()) > 0:
-                self._tiers.changed.wait(left)
-                room = self._tiers.allocate_warm(nbytes)
-            if room is None:
-                return None, "warm tier full of what is leased or waits for flash"
-            number = self._tiers.new_number()
-            raw = room.tier.view(room.extent, nbytes)
-        parent_key = ROOT_KEY if parent is None else parent.key
-        block = Block(
-            number=number,
-            key=block_key(seed, parent_key, piece),
-            parent_key=parent_key,
-            namespace=self._namespace,
-            tokens=piece.copy(),
-            start=begin,
-            nbytes=nbytes,
-            memory=room,
-            last_use=time.time(),
+        It is an approximation of what a cold run computes, so no prefix look-up ever finds it; it serves as a moved
+        run elsewhere. Give only spans that were computed, never keys that were turned. kv and slots as in `put`, with
+        `start` 0. Raises as `put` does.
+        """
+        ids = _checked(tokens)
+        if any(not 0 <= begin < end <= len(ids) for begin, end in spans):
+            raise InvalidRequestError(f"spans {list(spans)} must lie in the {len(ids)} tokens given")
+        check_buffer(kv, self.layout, max((end for _, end in spans), default=0), slots)
+        self._open()
+        incoming = Incoming(self._shared.tiers, self._shared.worker, self._namespace, kv, 0, slots, 0.0)
+        results = [incoming.span(ids, begin, end) for begin, end in spans if end - begin >= SHORTEST]
+        reasons = [result.reason for result in results if result.reason]
+        return PutResult(
+            sum(result.stored for result in results),
+            sum(result.held for result in results),
+            sum(result.refused for result in results),
+            reasons[0] if reasons else None,
         )
-        try:
-            kept = max(0, start - begin)  # tokens that the caller did not give: another block holds them
-            if kept and (reason := self._copy_held(raw, len(piece), kept, path[-1])):
-                with self._tiers.lock:
-                    self._tiers.give_back(room)
-                return None, reason
-            self._copy_given(raw, begin, len(piece), kept, kv, start, slots)
-        except BaseException:
-            with self._tiers.lock:
-                self._tiers.give_back(room)
-            raise
-        return block, ""
 
-    def _copy_given(
-        self,
-        raw: NDArray[np.uint8],
-        begin: int,
-        length: int,
-        kept: int,
-        kv: KvBuffer,
-        start: int,
-        slots: NDArray[np.int64] | None,
-    ) -> None:
-        """Copy the caller's rows for tokens begin + kept .. begin + length into a block."""
-        rows = slice(begin + kept - start, begin + length - start)
-        layers = range(len(self.layout.layers))
-        for layer, key, value in self.layout.layer_views(raw, layers, length):
-            for target, source in ((key, kv.keys[layer]), (value, kv.values[layer])):
-                assert source is not None  # checked with the buffer
-                target[:, kept:] = source[:, rows] if slots is None else source[:, slots[rows]]
+    @property
+    def verdict(self) -> Verdict:
+        """What was measured of moved reuse for this identity; without that, nothing is approximated."""
+        return self._shared.verdicts.get(self._digest, NOT_MEASURED)
 
-    def _copy_held(self, raw: NDArray[np.uint8], length: int, kept: int, source: Block) -> str | None:
-        """Copy the first `kept` tokens of a block from the sibling that holds them. Returns why it cannot."""
-        with self._tiers.lock:
-            held = self._tiers.raw(source) if source.memory is not None else None
-        if held is None:
-            held = np.empty(source.nbytes, dtype=np.uint8)
-            try:
-                reader = self._tiers.open_record(source)
-                try:
-                    reader.read(0, held)
-                finally:
-                    reader.close()
-            except BadRecordError as error:
-                with self._tiers.lock:
-                    self._tiers.quarantine(source, error)
-                return f"bad record: {error.reason}"
-        layers = range(len(self.layout.layers))
-        for (_, *into), (_, *out) in zip(
-            self.layout.layer_views(raw, layers, length),
-            self.layout.layer_views(held, layers, source.length),
-            strict=True,
-        ):
-            for target, origin in zip(into, out, strict=True):
-                target[:, :kept] = origin[:, :kept]
-        return None
+    def keep_verdict(self, verdict: Verdict) -> None:
+        """Use this verdict from now on, and after a restart."""
+        self._shared.verdicts[self._digest] = verdict
+        if self._shared.directory is not None:
+            self._shared.directory.keep_verdict(self._digest, msgspec.json.encode(verdict))
 
     # -- administration ---------------------------------------------------------------------------------------------
 
@@ -385,10 +303,11 @@ class KVStore:
         """Bring the blocks of a match nearer to the NPU, as far as there is room: from flash to warm, then to hot."""
         with self.lease(match) as lease:
             lease.warm_up()
-            blocks = lease.blocks
         if to == "hot":
-            for block in blocks:
-                self._tiers.promote(block)
+            with self._lock():
+                for block in lease.blocks:
+                    self._shared.worker.promote(block)
+            self._shared.worker.settled().result()
 
     def demote(self, match: Match) -> int:
         """Drop what memory holds of a match and flash holds too; returns how many blocks left memory."""
@@ -488,6 +407,15 @@ def open_store(path: str | os.PathLike[str] | None, *, identity: Identity, profi
         if shared.directory is not None:
             shared.directory.close()
         raise
+
+
+def _verdicts(directory: DataDirectory) -> dict[bytes, Verdict]:
+    """Verdicts kept beside the identities; one that cannot be read counts as never measured."""
+    found: dict[bytes, Verdict] = {}
+    for digest, content in directory.verdicts().items():
+        with contextlib.suppress(msgspec.DecodeError):
+            found[digest] = msgspec.json.decode(content, type=Verdict)
+    return found
 
 
 def _checked(tokens: ArrayLike) -> NDArray[np.int32]:

@@ -172,6 +172,7 @@ class Tiers:
         for reason, same in (
             ("identity", header.identity == block.namespace.digest),
             ("key", header.key == block.key and header.parent_key == block.parent_key),
+            ("exactness", header.exact == block.exact),
             ("position", header.start == block.start),
             ("tokens", np.array_equal(header.token_ids(), block.tokens)),
             ("shape", sum(frame.raw_length for frame in header.frames) == block.nbytes),
@@ -232,6 +233,7 @@ class Tiers:
                 parent_key=block.parent_key,
                 start=block.start,
                 tokens=block.tokens.astype("<i4").tobytes(),
+                exact=block.exact,
                 file_bytes=block.cold_bytes,
                 last_use=block.last_use,
                 hits=block.hits,
@@ -328,6 +330,7 @@ class Tiers:
                 tokens=np.frombuffer(row.tokens, dtype="<i4").astype(np.int32),
                 start=row.start,
                 nbytes=0,  # known when the identity is opened
+                exact=row.exact,
                 cold_bytes=row.file_bytes,
                 hits=row.hits,
                 last_use=row.last_use,

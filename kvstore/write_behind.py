@@ -33,6 +33,7 @@ class WriteBehind:
         self._writes: deque[Block] = deque()
         self._promotions: deque[Block] = deque()
         self._flushes: list[Future[None]] = []
+        self._settling: list[Future[None]] = []
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="kvstore-write-behind", daemon=True)
         self._thread.start()
@@ -49,6 +50,16 @@ class WriteBehind:
         if block not in self._promotions:
             self._promotions.append(block)
             self._tiers.changed.notify_all()
+
+    def settled(self) -> Future[None]:
+        """Done once every promotion queued before was tried."""
+        done: Future[None] = Future()
+        with self._tiers.lock:
+            if self._closing:
+                raise StoreClosedError("this store was closed; open it again")
+            self._settling.append(done)
+            self._tiers.changed.notify_all()
+        return done
 
     @property
     def waiting(self) -> int:
@@ -77,19 +88,25 @@ class WriteBehind:
         while True:
             with tiers.lock:
                 tiers.changed.wait_for(
-                    lambda: self._writes or self._promotions or self._flushes or self._closing
+                    lambda: (
+                        self._writes or self._promotions or self._settling or self._flushes or self._closing
+                    )
                 )
                 flushes, self._flushes = self._flushes, []
-                promotions = [] if self._writes else list(self._promotions)
-                if promotions:
+                promotions, settling = list[Block](), list[Future[None]]()
+                if not self._writes:
+                    promotions, settling = list(self._promotions), self._settling
                     self._promotions.clear()
-                stop = self._closing and not (self._writes or promotions or flushes)
+                    self._settling = []
+                stop = self._closing and not (self._writes or promotions or settling or flushes)
                 due = len(self._writes) if flushes or self._closing else _GROUP
             if stop:
                 return
             self._write_group(due)
             for block in promotions:
                 self._survive(partial(tiers.promote, block), "promotion failed")
+            for done in settling:
+                done.set_result(None)
             for flush in flushes:
                 self._sync(flush)
 
@@ -131,6 +148,7 @@ class WriteBehind:
             parent_key=block.parent_key,
             start=block.start,
             tokens=block.tokens,
+            exact=block.exact,
             groups=[raw[frame] for frame in namespace.frames(block.length)],
             itemsize=namespace.layout.itemsize,
         )

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from kvstore.pipeline.rope import Rope
 from numpy.typing import NDArray
 
 from kvstore.identity import Adapter, Identity
 from kvstore.layout import Layout
+from kvstore.pipeline.rope import Rope
 from kvstore.profile import Profile
 from kvstore.store import KVStore
 

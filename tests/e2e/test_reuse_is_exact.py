@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kvstore.pipeline.engine import StaticGraphEngine
-from kvstore.pipeline.graphs import KvDtype
 from numpy.typing import NDArray
 
 import kvstore
+from kvstore.pipeline.engine import StaticGraphEngine
+from kvstore.pipeline.graphs import KvDtype
 from kvstore.session import Session, identity_of
 from tests.tiny_models import write_tiny_gguf
 

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from kvstore.pipeline.rope import Rope
-
 from kvstore.layout import Layout
+from kvstore.pipeline.rope import Rope
 from kvstore.profile import MIB, Profile
 from kvstore.store import KVStore, open_store
 from tests.known_kv import empty, identity, known_kv, matches, prompt

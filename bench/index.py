@@ -26,11 +26,11 @@ from typing import NamedTuple
 
 import numpy as np
 import xxhash
-from kvstore.index.chunks import ChunkTable
-from kvstore.index.trie import Trie
 from numpy.typing import NDArray
 
 from bench.report import Report, arguments
+from kvstore.index.chunks import ChunkTable
+from kvstore.index.trie import Trie
 
 BLOCK = 128
 PROMPT = 8192

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from kvstore.pipeline import kernels, kernels_numpy
-from kvstore.pipeline.kernels import Dtype, Quantised
-from kvstore.pipeline.rope import Rope
 from numpy.typing import NDArray
 
 from bench.report import Report, alternate, arguments, median_seconds
+from kvstore.pipeline import kernels, kernels_numpy
+from kvstore.pipeline.kernels import Dtype, Quantised
+from kvstore.pipeline.rope import Rope
 
 HEAD_DIM = 64
 GIB = 1 << 30

@@ -21,8 +21,10 @@ from rich.console import Console
 from rich.table import Table
 
 
-def arguments(description: str) -> argparse.Namespace:
-    """Parse the options that all benchmarks share."""
+def arguments(
+    description: str, more: Callable[[argparse.ArgumentParser], object] = lambda _: None
+) -> argparse.Namespace:
+    """Parse the options that all benchmarks share, and those that `more` adds."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures to FILE")
     parser.add_argument(
@@ -32,6 +34,7 @@ def arguments(description: str) -> argparse.Namespace:
     parser.add_argument(
         "--check", action="store_true", help="print each bar beside its figure, exit 1 if one falls short"
     )
+    more(parser)
     return parser.parse_args()
 
 

@@ -1,18 +1,21 @@
 """Time to first token with the store and without, on a real model and real text.
 
-    python -m bench.ttft [--quick] [--check] [--json FILE]
+    python -m bench.ttft [--workload NAMES] [--data DIR] [--quick] [--check] [--json FILE]
 
-SmolLM2-135M-Instruct on ONNX Runtime CPU, static graphs, over Python's own documentation. All variants of a
-workload run in turns in one process; figures are medians. "cold" is flash with the page cache dropped before.
+SmolLM2-135M-Instruct on ONNX Runtime CPU, static graphs. All variants of a workload run in turns in one process;
+figures are medians. Workloads, several with commas between: `prefix` (the default: held prefixes, over Python's own
+documentation; "cold" is flash with the page cache dropped before), or what `bench.workloads` names, measured as
+`bench.moved` says; `moved` means all of these.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -21,7 +24,9 @@ from numpy.typing import NDArray
 from rich.progress import Progress
 
 import kvstore
+from bench.moved import Bench, report_calls, report_recall, report_workload
 from bench.report import Report, arguments
+from bench.workloads import KINDS, workload
 from kvstore import models
 from kvstore.language_model import LanguageModel
 from kvstore.session import Generation, Session
@@ -30,17 +35,68 @@ _PROMPT, _HELD = 1000, 900
 
 
 def main() -> int:
-    args = arguments(__doc__ or "")
+    args = arguments(__doc__ or "", _options)
+    names = [name for part in args.workload.split(",") for name in (KINDS if part == "moved" else [part])]
+    if unknown := {*names} - {"prefix", *KINDS}:
+        sys.exit(f"unknown workload {', '.join(unknown)}; there are prefix, moved, {', '.join(KINDS)}")
+    report = Report(
+        "bench.ttft",
+        "ONNX Runtime CPU, static graphs; cold: files, page cache dropped by posix_fadvise; moved: held in RAM",
+    )
+    with tempfile.TemporaryDirectory(prefix="kvstore-bench-") as folder, Progress(transient=True) as progress:
+        if "prefix" in names:
+            _prefix(report, Path(folder), args, progress)
+        _moved(report, Path(folder), args, [name for name in names if name != "prefix"], progress)
+    return report.finish(args)
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--workload", default="prefix", metavar="NAMES", help="prefix, moved, or some of these"
+    )
+    parser.add_argument("--prompts", type=int, metavar="N", help="measured prompts of each moved workload")
+    parser.add_argument(
+        "--calibrate",
+        type=int,
+        default=0,
+        metavar="N",
+        help="measure what `fast` and `careful` do, on N prompts",
+    )
+
+
+def _moved(
+    report: Report, folder: Path, args: argparse.Namespace, names: Sequence[str], progress: Progress
+) -> None:
+    """Workloads with moved tokens."""
+    if not names:
+        return
+    bench = Bench()
+    if args.calibrate:
+        bench.calibrate(args.calibrate, progress)
+    count = args.prompts or (6 if args.quick else 100)
+    everything = []
+    for name in names:
+        requests = workload(name, args.data, bench.size, count)
+        runs = bench.measure(name, requests, folder / name, progress)
+        report_workload(report, bench, name, runs)
+        everything.append(runs)
+    report_recall(report, everything)
+    report_calls(report, bench)
+
+
+def _prefix(report: Report, folder: Path, args: argparse.Namespace, progress: Progress) -> None:
+    """Workloads in which what is held is always a prefix."""
     repeats = 3 if args.quick else 7
     model = LanguageModel(models.smollm2())
-    with tempfile.TemporaryDirectory(prefix="kvstore-bench-") as folder, Progress(transient=True) as progress:
-        report = Report(
-            "bench.ttft", "ONNX Runtime CPU, static graphs; cold: files, page cache dropped by posix_fadvise"
-        )
-        _held_prefix(report, model, Path(folder) / "prefix", repeats, progress)
-        _system_prompt(report, model, Path(folder) / "system", repeats, progress)
-        _chat(report, model, Path(folder) / "chat", 4 if args.quick else 6, progress)
-    return report.finish(args)
+    for context in (
+        400,
+        600,
+        _PROMPT + 20,
+    ):  # compile all graphs, and measure their costs if they are not known
+        model.engine.warm_up(context)
+    _held_prefix(report, model, folder / "prefix", repeats, progress)
+    _system_prompt(report, model, folder / "system", repeats, progress)
+    _chat(report, model, folder / "chat", 4 if args.quick else 6, progress)
 
 
 def _held_prefix(
@@ -125,7 +181,7 @@ def _system_prompt(
     with kvstore.open(folder, identity=model.identity) as store:
         prompts = [model.chat_prompt(system, f"What do you know about {name}?") for name in names]
         runs = _alternate(model, store, prompts, progress, "system prompt")
-    _compare(report, f"system prompt of about 600 tokens, {len(prompts) - 2} questions", runs, prompts)
+    _compare(report, f"system prompt of about 600 tokens, {len(prompts) - 2} questions", runs)
 
 
 def _chat(report: Report, model: LanguageModel, folder: Path, turns: int, progress: Progress) -> None:
@@ -185,9 +241,7 @@ def _alternate(
     return runs
 
 
-def _compare(
-    report: Report, title: str, runs: dict[str, list[Generation]], prompts: list[NDArray[np.int32]]
-) -> None:
+def _compare(report: Report, title: str, runs: dict[str, list[Generation]]) -> None:
     rows = report.table(title, ("store", "TTFT ms", "share of off", "reused", "computed", "padded"))
     off = _median(runs["off"], lambda run: run.ttft_seconds)
     for name, generations in runs.items():

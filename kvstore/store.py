@@ -372,7 +372,7 @@ class KVStore:
         return {
             digest
             for digest, identity in known.items()
-            if any(each.digest == adapter for each in identity.adapters)
+            if any(each.digest == adapter.lower() for each in identity.adapters)
         }
 
     def _open(self) -> None:

@@ -33,7 +33,7 @@ from gguf.quants import dequantize
 from numpy.typing import NDArray
 
 from .gguf_metadata import read_metadata
-from .rope import Linear, LongRope, Rope, Scaling, Yarn
+from .rope import Explicit, Linear, Rope, Scaling, Yarn
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
@@ -308,13 +308,7 @@ def _config(source: _Gguf) -> ModelConfig:
 def _scaling(source: _Gguf, rotary_dim: int) -> Scaling | None:
     if "rope_freqs.weight" in source:
         # llama.cpp writes Llama 3 scaling as its outcome: one divisor for each frequency, whatever the length.
-        factors = tuple(source.tensor("rope_freqs.weight", (rotary_dim // 2,)).astype(float).tolist())
-        return LongRope(
-            short_factor=factors,
-            long_factor=factors,
-            original_context=int(source.of_arch("context_length")),
-            attention_factor=1.0,
-        )
+        return Explicit(tuple(source.tensor("rope_freqs.weight", (rotary_dim // 2,)).astype(float).tolist()))
     if unknown := source.keys_of_arch("rope.scaling.") - _KNOWN_SCALING:
         raise UnsupportedModel(f"{source.name}: metadata {', '.join(sorted(unknown))}")
     kind = source.of_arch("rope.scaling.type", "none")

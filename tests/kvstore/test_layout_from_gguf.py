@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from kvstore.layout import LayerLayout, Layout, LayoutError, capabilities
 from kvstore.pipeline.gguf_metadata import read_metadata
 from kvstore.pipeline.rope import Explicit, Linear, LongRope, Rope, Yarn
+from kvstore.pipeline.weights import open_weights
 from tests.reference import Reference
 from tests.tiny_models import write_tiny_gguf
 
@@ -234,3 +235,15 @@ def test_what_is_not_known_for_sure_is_refused(
 ) -> None:
     with pytest.raises(LayoutError, match=message):
         layout(source, tensors)
+
+
+def test_the_engine_and_the_layout_read_the_same_geometry(tmp_path: Path) -> None:
+    """Two readers of one file that disagree would give one model two identities."""
+    path = tmp_path / "llama3.gguf"
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    write_tiny_gguf(path, rope_scaling={**scaling, "original_max_position_embeddings": 256})
+    factors = next(t for t in GGUFReader(path).tensors if t.name == "rope_freqs.weight").data
+    found = Layout.from_gguf(
+        read_metadata(path), rope_tensors={"rope_freqs.weight": factors}, unpermuted=True, dtype="float32"
+    )
+    assert found.layers[0].rope == open_weights(path, tmp_path / "cache").config.rope

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kvstore.pipeline.gguf_metadata import GgufError
-from kvstore.pipeline.rope import LongRope, Rope
+from kvstore.pipeline.rope import Explicit, Rope
 from kvstore.pipeline.weights import UnsupportedModel, Weights, open_weights
 from tests.tiny_models import write_tiny_gguf
 
@@ -82,10 +82,10 @@ def test_llama3_scaling_becomes_one_divisor_for_each_frequency(tmp_path: Path, c
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     write_tiny_gguf(path, rope_scaling={**scaling, "original_max_position_embeddings": 256})
     rope = open_weights(path, cache).config.rope
-    assert isinstance(rope.scaling, LongRope)
-    assert len(rope.scaling.short_factor) == rope.rotary_dim // 2
-    assert rope.scaling.short_factor[0] == 1
-    assert rope.scaling.short_factor[-1] == 8
+    assert isinstance(rope.scaling, Explicit)
+    assert len(rope.scaling.factors) == rope.rotary_dim // 2
+    assert rope.scaling.factors[0] == 1
+    assert rope.scaling.factors[-1] == 8
     assert rope.attention_factor == 1
 
 

@@ -35,4 +35,16 @@ def demo(
 
 
 def main() -> None:
-    app()
+    """Run the command; what a user can mend is one line on standard error, not a traceback."""
+    from kvstore.pipeline.chat import ChatTemplateError
+    from kvstore.pipeline.gguf_metadata import GgufError
+    from kvstore.pipeline.tokenizer import TokenizerError
+    from kvstore.pipeline.weights import UnsupportedModel
+
+    from .errors import KVStoreError
+
+    try:
+        app()
+    except (KVStoreError, ChatTemplateError, GgufError, TokenizerError, UnsupportedModel, OSError) as error:
+        typer.echo(f"kvstore: {error}", err=True)
+        raise SystemExit(1) from None

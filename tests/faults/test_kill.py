@@ -46,7 +46,8 @@ def _replace_and_die(connection: Connection, directory: str) -> None:
     try:
         put(store, prompt(1, 20))
         store.flush()
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))  # nothing more gets to flash
+        hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # nothing more gets to flash
         for length in (25, 30):
             assert put(store, prompt(1, length)).stored == 5
             store.flush()

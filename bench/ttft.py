@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from rich.progress import Progress
 
 import kvstore
-from bench.moved import Bench, report_calls, report_recall, report_workload
+from bench.moved import Bench, report_recall, report_workload
 from bench.report import Report, arguments
 from bench.workloads import KINDS, workload
 from kvstore import models
@@ -70,7 +70,7 @@ def _moved(
     """Workloads with moved tokens."""
     if not names:
         return
-    bench = Bench()
+    bench = Bench(models.smollm2())
     if args.calibrate:
         bench.calibrate(args.calibrate, progress)
     count = args.prompts or (6 if args.quick else 100)
@@ -81,7 +81,6 @@ def _moved(
         report_workload(report, bench, name, runs)
         everything.append(runs)
     report_recall(report, everything)
-    report_calls(report, bench)
 
 
 def _prefix(report: Report, folder: Path, args: argparse.Namespace, progress: Progress) -> None:

@@ -142,7 +142,7 @@ class _Prefill:
         if self._repair.evidence == "attention":
             loading.finish()
             loading.check()
-            question = fresh[-_QUESTION:]
+            question = fresh[-min(_QUESTION, engine.sizes[-1]) :]
             question = question[question > self._runs[-1].target] if len(question) else question
             seen = engine.probe(self._prompt[question], question, question, kv)
             evidence = Evidence(attention=seen[: len(self._prompt)])

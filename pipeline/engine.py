@@ -259,15 +259,23 @@ class StaticGraphEngine:
         for call in calls:
             kv.slot_positions[call.slots] = call.positions
         hidden: list[NDArray[np.float32] | None] = [None] * len(calls)
+        seconds = [0.0] * len(calls)
         try:
             for group in range(len(self.layer_groups)):
                 if before_group:
                     before_group(group)
                 for number, call in enumerate(calls):
-                    hidden[number] = self._bind(kv, call.size).run(group, call, hidden[number])
+                    bound = self._bind(kv, call.size)  # may compile, which is no cost of the call
+                    begun = time.perf_counter()
+                    hidden[number] = bound.run(group, call, hidden[number])
+                    seconds[number] += time.perf_counter() - begun
         except BaseException:
             kv.slot_positions[:] = EMPTY
             raise
+        with self._lock:
+            self._costs.observe(
+                kv.slots, [(call.size, each) for call, each in zip(calls, seconds, strict=True)]
+            )
         for call in calls:
             self.statistics.calls[call.size] += 1
             self.statistics.tokens += len(call.token_ids)
@@ -429,14 +437,15 @@ class StaticGraphEngine:
         return [size for size in self.sizes if size <= slots] or self.sizes[:1]
 
     def _measure(self, slots: int) -> dict[int, float]:
-        kv, seconds = self._allocate(slots), dict[int, float]()
-        for size in self._sizes_at(slots):
+        kv, sizes = self._allocate(slots), self._sizes_at(slots)
+        for size in sizes:
             self._time_call(kv, size)  # compiles, and brings the weights into memory
-            samples: list[float] = []
-            while len(samples) < 3 and sum(samples) < 0.5:
-                samples.append(self._time_call(kv, size))
-            seconds[size] = min(samples)
-        return seconds
+        samples: dict[int, list[float]] = {size: [] for size in sizes}
+        for _ in range(3):  # in turns, so that other work on the machine does not hit one size alone
+            for size in sizes:
+                if sum(samples[size]) < 0.5:
+                    samples[size].append(self._time_call(kv, size))
+        return {size: min(each) for size, each in samples.items()}
 
     def _time_call(self, kv: KvAllocation, size: int) -> float:
         places = np.arange(min(size, kv.capacity), dtype=np.int32)

@@ -35,7 +35,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> StaticGraphEngine:
     folder = tmp_path_factory.mktemp("model")
     write_tiny_gguf(folder / "tiny.gguf", layers=6)
     return StaticGraphEngine(
-        folder / "tiny.gguf", cache=folder / "cache", sizes=(1, 16, 32, 64), contexts=(256, 512), groups=3
+        folder / "tiny.gguf", cache=folder / "cache", sizes=(16,), contexts=(256, 512), groups=3
     )
 
 

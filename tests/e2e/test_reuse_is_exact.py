@@ -33,7 +33,7 @@ def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _engine(gguf: Path, cache: Path, groups: int = 1, kv_dtype: KvDtype = "float32") -> StaticGraphEngine:
     return StaticGraphEngine(
-        gguf, cache=cache, sizes=(1, 16, 32, 64), contexts=(256,), groups=groups, kv_dtype=kv_dtype
+        gguf, cache=cache, sizes=(16,), contexts=(256,), groups=groups, kv_dtype=kv_dtype
     )
 
 

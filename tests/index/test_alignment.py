@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvstore.index.alignment import Span, align
 from kvstore.index.errors import TokenError
 
@@ -127,6 +128,18 @@ def test_text_that_repeats_itself_beyond_the_bound_is_still_covered(period: int)
     spans = align(text, [text, text], min_span=32)
     check(text.tolist(), [text.tolist()] * 2, spans, 32)
     assert sum(span.length for span in spans) == len(text)
+
+
+def test_a_common_phrase_beyond_the_bound_does_not_tear_what_is_around_it() -> None:
+    phrase = list(range(40))
+    before, after = list(range(100, 140)), list(range(200, 240))
+    others = [token for copy in range(200) for token in (*phrase, 1000 + copy)]
+    prompt = [*before, *phrase, *after, *others]
+    held = [[token + 5000 * (token >= 1000) for token in others], [*before, *phrase, *after]]
+    spans = align(prompt, held)
+    check(prompt, held, spans, 32)
+    assert spans[0] == Span(0, 120, 1, 0)
+    assert len(spans) == 201
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
+
 from kvstore.index.embedder import EmbedderUnavailable
 from kvstore.index.errors import TokenError
 from kvstore.index.sentence_embedder import SentenceEmbedder
 from kvstore.index.token_embedder import TokenEmbedder
-from numpy.typing import NDArray
 
 VOCAB, WIDTH = 5000, 64
 
@@ -61,6 +62,11 @@ class TestTokenEmbedder:
         rng = np.random.default_rng(8)
         one, other = embedder.embed_tokens([rng.integers(0, 2500, 100), rng.integers(2500, VOCAB, 100)])
         assert abs(one @ other) < 0.5
+
+    def test_what_is_added_to_all_token_vectors_changes_nothing(self, embedder: TokenEmbedder) -> None:
+        texts = ["a few words", "and some more of them", "words"]
+        moved = TokenEmbedder(matrix() + np.linspace(-3, 3, WIDTH, dtype=np.float32), tokenize)
+        assert np.allclose(moved.embed(texts), embedder.embed(texts), atol=1e-3)
 
     def test_rare_tokens_weigh_more_than_common_ones(self, embedder: TokenEmbedder) -> None:
         rare, common = range(4000, 4200), range(4, 204)
@@ -148,7 +154,6 @@ class TestSentenceEmbedder:
         assert query @ near > query @ far
 
     def test_threads_may_share_it(self, minilm: SentenceEmbedder) -> None:
-        """The tokenizer inside raises "Already borrowed" when two threads use it at once."""
         texts = [f"text {i} " * (1 + i % 7) for i in range(8)]
         alone = minilm.embed(texts)
         found: dict[int, NDArray[np.float32]] = {}

@@ -8,14 +8,16 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
+
 from kvstore.index.errors import BlockRefused
 from kvstore.index.semantic import SemanticIndex
 from kvstore.index.token_embedder import TokenEmbedder
-from numpy.typing import NDArray
 
 SECONDS = 60  # until a test gives up waiting for the background thread
 
@@ -25,14 +27,18 @@ def tokenize(text: str) -> list[int]:
     return [sum(word.encode()) * 37 % 5000 for word in text.split()]
 
 
+@cache
+def token_embedder(seed: int) -> TokenEmbedder:
+    return TokenEmbedder(np.random.default_rng(seed).standard_normal((5000, 32), np.float32), tokenize)
+
+
 class Gate:
     """An embedder as slow and as broken as the test wants: it waits while closed, and fails on the word "poison"."""
 
     name = "gate"
 
     def __init__(self, seed: int = 0) -> None:
-        matrix = np.random.default_rng(seed).standard_normal((5000, 32), np.float32)
-        self._inner = TokenEmbedder(matrix, tokenize)
+        self._inner = token_embedder(seed)
         self.digest = self._inner.digest
         self.dimension = self._inner.dimension
         self.opened = threading.Event()
@@ -88,9 +94,11 @@ class TestFinding:
             assert (found[0].block, len(found)) == (block, 5)
             assert found[0].similarity == pytest.approx(1, abs=2e-3)
             assert [f.similarity for f in found] == sorted((f.similarity for f in found), reverse=True)
-        assert index.search_all(passages[:9], 3) == [index.search(text, 3) for text in passages[:9]]
+        for text, found in zip(passages[:9], index.search_all(passages[:9], 3), strict=True):
+            assert [f.block for f in found] == blocks(index, text, 3)
         assert index.search_all(gate.embed(passages[:2]), 3) == index.search_all(passages[:2], 3)
-        assert index.search(gate.embed(passages[:1])[0] * 7, 3) == index.search(passages[0], 3)
+        [vector] = gate.embed(passages[:1])
+        assert [f.block for f in index.search(vector * 7, 3)] == blocks(index, passages[0], 3)
         index.close()
 
     def test_all_blocks_are_found_when_more_are_asked_for(self, index: SemanticIndex) -> None:
@@ -290,6 +298,7 @@ class TestRefusals:
 
 class TestClosing:
     def test_what_waits_is_dropped_and_counted_and_the_thread_ends(self, gate: Gate) -> None:
+        others = set(threading.enumerate())
         index = SemanticIndex(gate, batch=1)
         gate.opened.clear()
         for block in range(5):
@@ -302,7 +311,7 @@ class TestClosing:
         gate.opened.set()
         closing.join(SECONDS)
         assert not closing.is_alive()
-        assert not [thread for thread in threading.enumerate() if thread.name == "kvstore-semantic"]
+        assert set(threading.enumerate()) <= others
         dropped = index.stats().refusals["index closed"]
         assert len(index) + dropped == 6  # five blocks and the late one
         assert index.drain(0)
@@ -345,8 +354,8 @@ class TestFile:
             after.add(1000 + block, key(block), lambda: pytest.fail("not to be embedded again"))
         before.drain(SECONDS)
         assert len(after) == len(passages)
-        while not (found := after.search(passages[0])):  # the embedder is being loaded
-            assert set(after.stats().refusals) == {"search before the embedder was loaded"}
+        assert after.drain(SECONDS)
+        found = after.search(passages[0])
         assert [(block - 1000, cosine) for block, cosine in found] == before.search(passages[0])
         assert gate.texts == [".", passages[0]]
         before.close()
@@ -391,7 +400,7 @@ class TestFile:
         rng = random.Random(2)
         damaged = [saved[:length] for length in (0, 1, 15, 16, 17, len(saved) // 2, len(saved) - 1)]
         damaged += [saved + b"x", bytes(len(saved)), rng.randbytes(100)]
-        for _ in range(100):
+        for _ in range(60):
             flipped = bytearray(saved)
             flipped[rng.randrange(len(saved))] ^= 1 << rng.randrange(8)
             damaged.append(bytes(flipped))

@@ -15,9 +15,10 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from numpy.typing import NDArray
+
 from kvstore.index.errors import BlockRefused, UnknownBlock
 from kvstore.index.vectors import Vectors, backend
-from numpy.typing import NDArray
 
 DIMENSION = 8
 
@@ -66,7 +67,7 @@ class Machine(RuleBasedStateMachine):
         with pytest.raises(UnknownBlock, match=f"block {block} has no vector"):
             self.vectors.remove(block)
 
-    @rule(seeds=st.lists(st.integers(0, 2**32), max_size=3), k=st.integers(1, 12))
+    @rule(seeds=st.lists(st.integers(0, 2**32), max_size=12), k=st.integers(1, 12))
     def nearest(self, seeds: list[int], k: int) -> None:
         queries = np.array([unit(seed) for seed in seeds], np.float32).reshape(-1, DIMENSION)
         blocks, products = self.vectors.nearest(queries, k)
@@ -100,14 +101,17 @@ def test_a_copy_of_the_rows_does_not_change_with_the_vectors() -> None:
     assert np.array_equal(rows, [unit(1)])
 
 
-def test_the_search_leaves_the_threads_of_faiss_as_they_were(searcher: str) -> None:
+def test_the_search_leaves_the_settings_of_faiss_as_they_were(searcher: str) -> None:
     if searcher == "numpy":
         assert backend() == "numpy"
         return
     import faiss
 
-    threads = faiss.omp_get_max_threads()
+    def settings_of_faiss() -> tuple[int, int]:
+        return faiss.omp_get_max_threads(), faiss.cvar.distance_compute_blas_threshold
+
+    before = settings_of_faiss()
     vectors = Vectors(DIMENSION)
     vectors.add(1, unit(1))
-    vectors.nearest(unit(1)[None], 1)
-    assert faiss.omp_get_max_threads() == threads
+    vectors.nearest(np.array([unit(1)] * 20), 1)
+    assert settings_of_faiss() == before

@@ -36,7 +36,7 @@ def test_probe_sums_attention_of_the_middle_layers(tmp_path: Path, form: Form) -
 def test_probe_then_prefill_gives_the_logits_of_prefill_alone(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     write_tiny_gguf(path, layers=6)
-    engine = StaticGraphEngine(path, cache=tmp_path / "cache", sizes=(1, 16, 32), contexts=(128,))
+    engine = StaticGraphEngine(path, cache=tmp_path / "cache", sizes=(16,), contexts=(128,))
     prompt = np.random.default_rng(0).integers(0, engine.config.vocab, 60).astype(np.int32)
     plain, probed = engine.allocate(60), engine.allocate(60)
     engine.prefill(prompt[:50], plain)

@@ -1,0 +1,357 @@
+"""Reuse of moved tokens over whole workloads: what each policy costs and gains, and what it does to the answers.
+
+Traffic fills the store. What comes before the measured prompts is served with policy `exact`. Each measured prompt is
+answered in all modes one after another, none of which stores anything, then served once more with policy `fast`,
+which keeps what it computed, exact or not: so captures go on as they would, and no mode finds its own prompt. What a
+prompt reuses is brought into memory before; writing in the background ends before a clock starts.
+
+    none       no store: prefill of all tokens
+    prefix     exact prefix runs only
+    full       moved runs as they are, nothing repaired
+    fast       moved runs, repaired as the verdict says for this policy; without one, the first 8 tokens of each
+    careful    the same for this policy; without a verdict, 15 % by the question's attention
+
+All run on one engine: the same graph sizes and context lengths. Time to first token (TTFT) runs from token ids to the
+first token, memory for the KV, look-up, lease and load included. Answers are compared with those of `none` as
+`kvstore.fidelity` says. Every token that was reused is compared with the prompt's.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.progress import Progress
+
+import kvstore
+from bench.report import Report
+from bench.timed_runtime import TimedRuntime
+from bench.workloads import Request
+from kvstore import models
+from kvstore.calibrate import calibrate
+from kvstore.fidelity import FORCED, Fidelity, Reference, fidelity, greedy, reference
+from kvstore.language_model import LanguageModel
+from kvstore.moved import SHORTEST
+from kvstore.pipeline.engine import StaticGraphEngine
+from kvstore.pipeline.kv_allocation import KvAllocation
+from kvstore.pipeline.onnx_runtime import OnnxRuntime
+from kvstore.pipeline.recompute import AnyRepair, Attended, FirstTokens, MovedRun, Nothing
+from kvstore.prefill import Prefilled, prefill
+from kvstore.reuse import Verdict
+from kvstore.session import Session
+from kvstore.store import KVStore
+
+MODES = ("none", "prefix", "full", "fast", "careful")
+UNMEASURED = Verdict(fast=FirstTokens(8), careful=Attended(0.15))
+
+
+class Run(NamedTuple):
+    """One prompt in one mode. prefix + moved + recomputed + computed = its tokens.
+
+    `graphs`: what graph calls took of `seconds`. `due`: tokens that had to be computed, without those that were
+    computed again only because a call had room for them. `found`: whether the answer holds what it should; None where
+    that is not known, or `none` did not find it either.
+    """
+
+    seconds: float
+    graphs: float
+    slots: int
+    prefix: int
+    moved: int
+    recomputed: int
+    computed: int
+    padded: int
+    due: int
+    close: Fidelity
+    found: bool | None
+
+
+Runs = dict[str, list[Run]]
+
+
+class Bench:
+    """A model whose graph calls are timed, and the verdict that says what `fast` and `careful` do."""
+
+    def __init__(self, path: Path) -> None:
+        self.model = LanguageModel(path)
+        self.watch = TimedRuntime(OnnxRuntime())
+        self.engine = StaticGraphEngine(path, runtime=self.watch, cache=models.cache_directory() / "engine")
+        self.model.engine = self.engine
+        self.verdict = UNMEASURED
+        self._warm: set[int] = set()
+
+    def size(self, text: str) -> int:
+        return len(self.model.tokenizer.encode(text))
+
+    def calibrate(self, trials: int, progress: Progress) -> None:
+        """Measure the verdict on Python's documentation instead of assuming one."""
+        task = progress.add_task("calibration", total=1.0)
+        with kvstore.open(None, identity=self.model.identity) as store:
+            self.verdict = calibrate(
+                self.model,
+                store,
+                "\n\n".join(topics.values()),
+                trials=trials,
+                progress=lambda share: progress.update(task, completed=share),
+            )
+
+    def measure(self, name: str, requests: Sequence[Request], folder: Path, progress: Progress) -> Runs:
+        """Serve one workload; the measured requests in all modes."""
+        runs: Runs = {mode: [] for mode in MODES}
+        prompts = [self.model.chat_prompt(request.system, request.user) for request in requests]
+        for prompt in prompts:
+            self._warm_up(len(prompt) + FORCED)
+        with kvstore.open(folder, identity=self.model.identity) as store:
+            store.keep_verdict(self.verdict)
+            exact, fast = Session(self.engine, store, "exact"), Session(self.engine, store, "fast")
+            task = progress.add_task(name, total=len(requests))
+            for number, (request, prompt) in enumerate(zip(requests, prompts, strict=True)):
+                if request.measured:
+                    first = runs["none"] == []
+                    for mode, run in self._all_modes(store, request, prompt, number, rehearse=first).items():
+                        runs[mode].append(run)
+                (fast if request.measured else exact).generate(prompt, 1)
+                store.flush()
+                progress.advance(task)
+        return runs
+
+    def tokens_a_second(self, slots: int) -> float:
+        """The best that any graph over `slots` slots reached in the latest workload, by its median."""
+        return max(
+            (size / seconds for size, of_slots, seconds, _ in self.calls() if of_slots == slots), default=0.0
+        )
+
+    def calls(self) -> list[tuple[int, int, float, int]]:
+        """(C, S, median seconds, how many) of the graph calls in the measured part of the latest workload."""
+        found = []
+        shapes = sorted({shape[:2] for shape in self.watch.samples}, key=lambda shape: shape[::-1])
+        for size, slots in shapes:
+            parts = [self.watch.samples[size, slots, layers] for layers in self.engine.layer_groups]
+            if all(parts):
+                seconds = sum(statistics.median(samples) for samples in parts)
+                found.append((size, slots, seconds, len(parts[0])))
+        return found
+
+    def _all_modes(
+        self, store: KVStore, request: Request, prompt: NDArray[np.int32], number: int, *, rehearse: bool
+    ) -> dict[str, Run]:
+        """`none` first, since the others are compared with it, then the others in an order that goes round."""
+        store.promote(store.lookup(prompt, moved=True), to="warm")
+        repairs: dict[str, AnyRepair | None] = {
+            "prefix": None,
+            "full": Nothing(),
+            "fast": self.verdict.fast,
+            "careful": self.verdict.careful,
+        }
+        if rehearse:  # brings into memory and makes ready whatever `warm_up` did not
+            for repair in repairs.values():
+                kv = self.engine.allocate(len(prompt) + FORCED)
+                prefill(self.engine, store, prompt, kv, repair)
+                self.engine.recycle(kv)
+            self.watch.samples.clear()
+        store.flush()
+        run, full = self._answer(request, prompt, lambda kv: _computed(self.engine, prompt, kv), None)
+        runs = {"none": run}
+        others = list(repairs)
+        for mode in others[number % len(others) :] + others[: number % len(others)]:
+            store.flush()
+            repair = repairs[mode]
+            fill = partial(prefill, self.engine, store, prompt, repair=repair)
+            run, _ = self._answer(request, prompt, fill, full)
+            runs[mode] = run._replace(due=_due(store, prompt, repair, run))
+        return runs
+
+    def _answer(
+        self,
+        request: Request,
+        prompt: NDArray[np.int32],
+        fill: Callable[[KvAllocation], Prefilled],
+        full: Reference | None,
+    ) -> tuple[Run, Reference]:
+        """Answer a prompt, whose KV `fill` brings, and compare with `full`; without that, it is what this run gives."""
+        engine, end = self.engine, len(prompt)
+        graphs, padding = self.watch.seconds, engine.statistics.padding
+        started = time.perf_counter()
+        kv = engine.allocate(end + FORCED)
+        done = fill(kv)
+        done.logits.argmax()
+        seconds = time.perf_counter() - started
+        graphs, padding = self.watch.seconds - graphs, engine.statistics.padding - padding
+        original = full or reference(engine, kv, done.logits, end)
+        close = fidelity(engine, kv, done.logits, end, original)
+        found = None
+        if self._holds(request, original.answer):
+            found = full is None or self._holds(request, greedy(engine, kv, done.logits, end))
+        run = Run(
+            seconds=seconds,
+            graphs=graphs,
+            slots=kv.slots,
+            prefix=done.prefix,
+            moved=done.moved,
+            recomputed=done.recomputed,
+            computed=done.computed,
+            padded=padding,
+            due=done.computed,
+            close=close,
+            found=found,
+        )
+        engine.recycle(kv)
+        return run, original
+
+    def _holds(self, request: Request, answer: Sequence[int]) -> bool:
+        said = self.model.tokenizer.decode(answer).lower()
+        return any(expected.lower() in said for expected in request.question.answers)
+
+    def _warm_up(self, tokens: int) -> None:
+        kv = self.engine.allocate(tokens)
+        if kv.slots not in self._warm:
+            self._warm.add(kv.slots)
+            self.engine.warm_up(tokens)
+            for size in (1, 16, 32):  # of a question whose attention is looked at
+                places = np.arange(size, dtype=np.int32)
+                self.engine.probe(places, places, places, kv)
+        self.engine.recycle(kv)
+
+
+def _computed(engine: StaticGraphEngine, prompt: NDArray[np.int32], kv: KvAllocation) -> Prefilled:
+    """What a prefill without a store comes to."""
+    tiers = {"hot": 0, "warm": 0, "cold": 0}
+    return Prefilled(engine.prefill(prompt, kv), 0, 0, 0, len(prompt), tiers, 0, 0.0, len(prompt))
+
+
+def _due(store: KVStore, prompt: NDArray[np.int32], repair: AnyRepair | None, done: Run) -> int:
+    """Tokens that had to be computed. Raises AssertionError if a token was reused that is not the prompt's.
+
+    What is checked is what a look-up finds now; that `done` used the same is told by the number of tokens.
+    """
+    match = store.lookup(prompt, moved=repair is not None)
+    for block in match.blocks:
+        held = block.tokens[: max(0, match.length - block.start)]
+        assert np.array_equal(held, prompt[block.start : block.start + len(held)]), "a prefix of other tokens"
+    last = len(prompt) - 1
+    cut = (run.before(last) for run in match.runs)
+    runs = [run for run in cut if run is not None and run.length >= SHORTEST]
+    for run in runs:
+        assert sum(piece.length for piece in run.pieces) == run.length, "pieces do not make up their run"
+        for piece in run.pieces:
+            held = piece.block.tokens[piece.offset : piece.offset + piece.length]
+            wanted = prompt[piece.target : piece.target + piece.length]
+            assert np.array_equal(held, wanted), f"moved tokens at {piece.target} differ"
+    assert min(match.length, last) == done.prefix, "another prefix than is found now"
+    assert sum(run.length for run in runs) == done.moved + done.recomputed, "other runs than are found now"
+    if repair is None or not runs:
+        return done.computed
+    least = repair.least([MovedRun(run.target, run.length) for run in runs])
+    return done.computed + min(least, done.recomputed)
+
+
+def report_workload(report: Report, bench: Bench, name: str, runs: Runs) -> None:
+    """Tables and bars of one workload."""
+    none, prefix, fast = runs["none"], runs["prefix"], runs["fast"]
+    lengths = [run.computed for run in none]
+    rows = report.table(
+        f"{name}: {len(none)} prompts of {min(lengths)} to {max(lengths)} tokens; TTFT medians, tokens means",
+        (
+            "mode", "TTFT ms", "none / it", "prefix / it", "graphs ms", "TTFT / graphs", "TTFT / bound",
+            "prefix", "moved", "again", "computed", "padded",
+        ),
+    )  # fmt: skip
+    for mode, some in runs.items():
+        rows.append(
+            (
+                mode,
+                _ttft(some) * 1e3,
+                _ttft(none) / _ttft(some),
+                _ttft(prefix) / _ttft(some),
+                statistics.median(run.graphs for run in some) * 1e3,
+                statistics.median(run.seconds / run.graphs for run in some),
+                _over_bound(bench, some),
+                *(round(statistics.fmean(count(run) for run in some)) for count in _COUNTS),
+            )
+        )
+    rows = report.table(
+        f"{name}: answers against none", ("mode", "KL first", "KL of 16", "first equal", "16 equal", "found")
+    )
+    for mode, some in runs.items():
+        found = [run.found for run in some if run.found is not None]
+        rows.append((mode, *_quality(some), f"{sum(found)} of {len(found)}"))
+    rows = report.table(
+        f"{name}: graph calls, C tokens over S slots",
+        ("S", "C", "calls", "median ms", "tokens / s", "planned with ms"),
+    )
+    for size, slots, seconds, calls in bench.calls():
+        planned = bench.engine.costs(slots).seconds[size]
+        rows.append((slots, size, calls, seconds * 1e3, size / seconds, planned * 1e3))
+    if name.startswith("notes"):
+        _bars_of_notes(report, bench, name, runs)
+    else:
+        moved = [at for at, run in enumerate(fast) if run.moved]
+        if moved:
+            gain = _ttft([prefix[at] for at in moved]) / _ttft([fast[at] for at in moved])
+            report.bar(f"B2 {name}, TTFT prefix / fast where tokens moved", gain, ">=", 1.0)
+    for mode in ("fast", "careful"):
+        slower = statistics.median(
+            run.seconds / base.seconds for run, base in zip(runs[mode], prefix, strict=True)
+        )
+        report.bar(f"B2 {name}, TTFT {mode} / prefix", slower, "<=", 1.03)
+
+
+def report_recall(report: Report, runs: Sequence[Runs]) -> None:
+    """Over all workloads whose answers are known."""
+    kept = [run.found for each in runs for run in each["careful"] if run.found is not None]
+    if kept:
+        name = f"B2 recall of careful, of {len(kept)} prompts that none answers"
+        report.bar(name, statistics.fmean(kept), ">=", 0.90)
+
+
+_COUNTS: tuple[Callable[[Run], int], ...] = (
+    lambda run: run.prefix,
+    lambda run: run.moved,
+    lambda run: run.recomputed,
+    lambda run: run.computed,
+    lambda run: run.padded,
+)
+
+
+def _bars_of_notes(report: Report, bench: Bench, name: str, runs: Runs) -> None:
+    careful_moves = bench.verdict.careful is not None
+    none, prefix, full, fast, careful = (runs[mode] for mode in MODES)
+    report.bar(f"B1 {name}, TTFT none / fast", _ttft(none) / _ttft(fast), ">=", 3.9)
+    report.bar(f"B1 {name}, TTFT prefix / fast", _ttft(prefix) / _ttft(fast), ">=", 3.4)
+    report.bar(f"B1 {name}, TTFT fast / full", _ttft(fast) / _ttft(full), "<=", 1.20)
+    if careful_moves:
+        report.bar(f"B1 {name}, TTFT none / careful", _ttft(none) / _ttft(careful), ">=", 3.2)
+    for mode in ("fast", "careful") if careful_moves else ("fast",):
+        _, kl, first, all_equal = _quality(runs[mode])
+        report.bar(f"B1 {name}, {mode}: mean KL over 16 tokens", kl, "<=", 0.04, "nats")
+        report.bar(f"B1 {name}, {mode}: first tokens equal", first, ">=", 0.97)
+        report.bar(f"B1 {name}, {mode}: 16 tokens equal", all_equal, ">=", 0.93)
+    over = statistics.median(run.seconds / run.graphs for run in fast)
+    report.bar(f"B3 {name}, TTFT fast / its graph calls", over, "<=", 1.10)
+    report.bar(f"B3 {name}, TTFT fast / call-free bound", _over_bound(bench, fast), "<=", 1.40)
+
+
+def _ttft(runs: Sequence[Run]) -> float:
+    return statistics.median(run.seconds for run in runs)
+
+
+def _over_bound(bench: Bench, runs: Sequence[Run]) -> float:
+    """Median of TTFT over that of calls without edges: the tokens due at the best rate that any graph reached."""
+    return statistics.median(run.seconds * bench.tokens_a_second(run.slots) / run.due for run in runs)
+
+
+def _quality(runs: Sequence[Run]) -> tuple[float, float, float, float]:
+    """KL at the first token, KL over 16, share of first tokens equal, share of 16 equal."""
+    return (
+        statistics.fmean(float(run.close.kl[0]) for run in runs),
+        statistics.fmean(float(run.close.kl.mean()) for run in runs),
+        statistics.fmean(bool(run.close.agrees[0]) for run in runs),
+        statistics.fmean(float(run.close.agrees.mean()) for run in runs),
+    )

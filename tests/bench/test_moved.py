@@ -1,0 +1,72 @@
+"""The measurement itself, on a model so small that its figures mean nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from rich.progress import Progress
+
+from bench.moved import MODES, Bench, report_recall, report_workload
+from bench.report import Report
+from bench.texts import Question
+from bench.workloads import Request
+from tests.tiny_models import write_tiny_gguf
+
+_PASSAGES = [
+    "".join(chr(97 + (index * (number + 3) + index // 7) % 26) for index in range(90)) for number in range(4)
+]
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    monkeypatch.setenv("KVSTORE_CACHE_DIR", str(tmp_path / "cache"))
+    write_tiny_gguf(tmp_path / "tiny.gguf", layers=6)
+    return Bench(tmp_path / "tiny.gguf")
+
+
+def test_all_modes_answer_the_same_prompt(bench: Bench, tmp_path: Path) -> None:
+    one, two, three, four = _PASSAGES
+    question = Question("What?", ("",))  # any answer holds it
+    requests = [
+        Request("Say.", (one, two, three), question, measured=False),
+        Request("Say.", (three, four, one), question),
+        Request("Say.", (four, two, one), question),
+    ]
+    runs = bench.measure("tiny", requests, tmp_path / "kv", Progress(disable=True))
+    assert list(runs) == list(MODES)
+    assert all(len(some) == 2 for some in runs.values())
+    for none, *others in zip(*runs.values(), strict=True):
+        assert none.found
+        assert none.due == none.computed > 300
+        for run in others:
+            assert run.prefix + run.moved + run.recomputed + run.computed == none.computed
+            assert run.computed <= run.due <= run.computed + run.recomputed
+            assert 0 < run.graphs < run.seconds
+    for prefix, full, fast, careful in zip(*list(runs.values())[1:], strict=True):
+        assert prefix.moved == prefix.recomputed == full.recomputed == 0
+        assert prefix.close.kl.max() < 1e-6
+        assert full.moved > fast.moved > 150
+        assert careful.recomputed > 0
+    assert runs["fast"][1].moved > runs["fast"][0].moved  # the fourth passage was captured in between
+
+    report = Report("tiny", "made up")
+    report_workload(report, bench, "notes", runs)
+    report_recall(report, [runs])
+    by_name = {bar.name: bar.figure for bar in report.bars}
+    assert by_name["B1 notes, fast: mean KL over 16 tokens"] == pytest.approx(
+        sum(run.close.kl.mean() for run in runs["fast"]) / 2
+    )
+    assert by_name["B2 recall of careful, of 2 prompts that none answers"] == 1
+    assert 1 <= by_name["B3 notes, TTFT fast / its graph calls"] < 1000
+
+
+def test_the_watch_counts_whole_calls_alone(bench: Bench) -> None:
+    """Graphs that end at two thirds of the depth, for attention, must not pass for fast calls."""
+    kv = bench.engine.allocate(100)
+    bench.engine.prefill(range(100), kv)
+    bench.engine.probe([1, 2], [100, 101], [100, 101], kv)
+    layers = {shape[2] for shape in bench.watch.samples}
+    assert range(6) in layers
+    counted = {size for size, *_ in bench.calls()}
+    assert counted == {size for size, _, part in bench.watch.samples if part == range(6)}

@@ -248,7 +248,7 @@ def _due(store: KVStore, prompt: NDArray[np.int32], repair: AnyRepair | None, do
     assert sum(run.length for run in runs) == done.moved + done.recomputed, "other runs than are found now"
     if repair is None or not runs:
         return done.computed
-    least = repair.least([MovedRun(run.target, run.length) for run in runs])
+    least: int = repair.least([MovedRun(run.target, run.length) for run in runs])
     return done.computed + min(least, done.recomputed)
 
 

@@ -214,8 +214,8 @@ KINDS: dict[str, tuple[Stream, int]] = {
     "notes-2000": (_notes, 2000),
     "hops": (_hops, 1500),
     "phone": (_phone, 1000),
-    "tools": (_tools, 1000),
-    "meeting": (_meeting, 1000),
+    "tools": (_tools, 1500),
+    "meeting": (_meeting, 950),
     "unseen": (_unseen, 1000),
 }
 """By name: how its requests are made, and how many tokens a prompt has at most."""

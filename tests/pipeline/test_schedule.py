@@ -176,7 +176,7 @@ def test_a_size_that_looks_too_slow_to_be_run_is_given_a_chance() -> None:
     costs = CallCosts(QUIET | {128: 1900.0})
     assert 128 not in costs.cover(128).sizes
     _use(costs, QUIET, prompts=30)
-    assert costs.cover(128).sizes == (128,)
+    assert costs.seconds[128] < 1.2 * QUIET[128]
 
 
 @few
@@ -194,7 +194,7 @@ def test_a_device_that_has_become_slower_is_believed_in_the_end() -> None:
     for _ in range(300):
         costs.observe(slower.items())
     assert costs.seconds == slower
-    assert costs.cover(64).sizes == (16, 16, 16, 16) or costs.cover(64).seconds == 6.0
+    assert costs.cover(64).seconds == 6.0
 
 
 def test_sizes_that_have_no_cost_are_not_learned() -> None:

@@ -6,7 +6,8 @@
 
 Loading runs beside the engine: before it computes a group of layers, that group's KV is in place. All tokens to compute
 go through as few graph calls as the measured costs say, across whatever was reused between them: a graph takes any
-tokens in ascending order. The last token is always computed, for its logits.
+tokens in ascending order. The last token is always computed, for its logits. Where repairing moved runs would cost more
+than computing them, by the measured costs, they are left alone.
 """
 
 from __future__ import annotations
@@ -93,6 +94,8 @@ class _Prefill:
         self._last = len(prompt) - 1
         self._prefix = min(lease.length, self._last)
         self._runs = _worthwhile(lease.runs, self._last)
+        if self._runs and not self._pays():
+            self._runs = ()
         self._recomputed = 0
         self.store_seconds = 0.0
 
@@ -110,6 +113,17 @@ class _Prefill:
             return None
         finally:
             self.store_seconds += loading.seconds
+
+    def _pays(self) -> bool:
+        """Whether moving and repairing the runs costs no more than computing them, by the measured costs of calls."""
+        costs = self._engine.costs(self._kv.slots)
+        moved = sum(run.length for run in self._runs)
+        due = len(self._prompt) - self._prefix
+        least = self._repair.least([Run(run.target, run.length) for run in self._runs])
+        probe = 0.0
+        if self._repair.evidence == "attention":  # runs through two thirds of the layers
+            probe = costs.cover(min(_QUESTION, due - moved)).seconds * 2 / 3
+        return probe + costs.cover(due - moved + least).seconds <= costs.cover(due).seconds
 
     def outcome(self, logits: NDArray[np.float32]) -> Prefilled:
         covered = sum(run.length for run in self._runs)

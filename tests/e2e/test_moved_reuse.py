@@ -196,3 +196,16 @@ def test_a_wrong_geometry_turns_moving_off(engine: StaticGraphEngine) -> None:
         Session(engine, store, "exact").generate(first, 1)
         assert Session(engine, store, "fast").generate(second, 1, keep=False).moved == 0
         assert "layer 0" in (store.shift_refused or "")
+
+
+def test_moved_runs_are_left_alone_where_repairing_them_does_not_pay(engine: StaticGraphEngine) -> None:
+    """One more graph call for the probe, none fewer for the prompt: slower than prefix reuse alone."""
+    chunk = some(engine, 12, 33)
+    with opened(None, engine) as store:
+        Session(engine, store, "exact").generate(np.concatenate([some(engine, 13, 40), chunk]), 1)
+        prompt = np.concatenate([some(engine, 14, 1), chunk, some(engine, 15, 14)])  # 48 tokens: three calls
+        half = Verdict(fast=Attended(0.9), careful=Attended(0.9))
+        store.keep_verdict(half)
+        assert store.lookup(prompt, moved=True).runs
+        done = Session(engine, store, "careful").generate(prompt, 1)
+        assert (done.moved, done.recomputed, done.computed) == (0, 0, 48)

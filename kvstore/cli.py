@@ -1,50 +1,62 @@
-"""The `kvstore` command."""
+"""The `kvstore` command: runs its verbs; what a user can mend is one line on standard error, not a traceback."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
+import sys
 
-import typer
-
-app = typer.Typer(no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False)
-
-
-@app.callback()
-def about() -> None:
-    """KV-cache store for on-device LLM inference."""
-
-
-@app.command()
-def demo(
-    model: Annotated[
-        Path | None,
-        typer.Option(help="A llama-family GGUF; SmolLM2-135M-Instruct is fetched when none is given."),
-    ] = None,
-    text: Annotated[
-        list[Path] | None,
-        typer.Option(help="Text files to ask about; Python's own documentation when none is given."),
-    ] = None,
-    question: Annotated[list[str] | None, typer.Option(help="Questions to ask, at least two.")] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 48,
-) -> None:
-    """Answer questions about a text with and without the store, then again in a new process, and compare."""
-    from . import demo as demonstration
-
-    raise typer.Exit(demonstration.run(model, text or [], question or [], tokens))
+_EXTRAS = {
+    "rich": "cli",
+    "typer": "cli",
+    "gguf": "npu",
+    "jinja2": "npu",
+    "onnx": "npu",
+    "onnxruntime": "npu",
+    "tokenizers": "npu",
+}
+"""Which extra brings a package."""
 
 
 def main() -> None:
-    """Run the command; what a user can mend is one line on standard error, not a traceback."""
+    """Run the command. Exit code 2: it could not be run as asked; 1: it failed."""
+    try:
+        _run()
+    except ModuleNotFoundError as error:
+        extra = _EXTRAS.get((error.name or "").partition(".")[0])
+        if extra is None:
+            raise
+        _complain(f"this needs {error.name}, which is not installed; pip install 'npu-kvstore[{extra}]'")
+        raise SystemExit(2) from None
+
+
+def _run() -> None:
+    from .commands import app
+    from .errors import KVStoreError
+
+    try:
+        app()
+    except (KVStoreError, OSError) as error:
+        _complain(str(error))
+        raise SystemExit(1) from None
+    except ValueError as error:
+        if not isinstance(error, _errors_of_models()):
+            raise
+        _complain(str(error))
+        raise SystemExit(1) from None
+
+
+def _errors_of_models() -> tuple[type[Exception], ...]:
+    """What a model file can be to blame for. Imported late: without the engine there is none."""
     from kvstore.pipeline.chat import ChatTemplateError
     from kvstore.pipeline.gguf_metadata import GgufError
     from kvstore.pipeline.tokenizer import TokenizerError
     from kvstore.pipeline.weights import UnsupportedModel
 
-    from .errors import KVStoreError
+    return ChatTemplateError, GgufError, TokenizerError, UnsupportedModel
 
-    try:
-        app()
-    except (KVStoreError, ChatTemplateError, GgufError, TokenizerError, UnsupportedModel, OSError) as error:
-        typer.echo(f"kvstore: {error}", err=True)
-        raise SystemExit(1) from None
+
+def _complain(message: str) -> None:
+    print(f"kvstore: {message}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

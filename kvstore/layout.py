@@ -80,6 +80,14 @@ class LayerLayout(msgspec.Struct, frozen=True):
     def holds_kv(self) -> bool:
         return self.attention not in ("shared", "none")
 
+    def read_from(self, position: int) -> int:
+        """The first position that tokens at `position` and behind it read."""
+        if self.attention == "sliding" and self.window is not None:
+            return max(0, position - self.window + 1)
+        if self.attention == "chunked" and self.window is not None:
+            return position - position % self.window
+        return 0
+
     @property
     def value_dim(self) -> int:
         return self.head_dim if self.value_head_dim is None else self.value_head_dim

@@ -1,66 +1,30 @@
-"""A lease: while it lives, the KV of a match is neither moved nor dropped, and can be loaded.
-
-Loading runs over tiles, (block x layer group), group by group: the engine can start on the first layers while the
-KV of later ones is still being read. A tile comes from memory or from flash; from flash it is checked, decoded into
-warm memory (so that the next request finds it there) and placed in the engine's buffer.
-"""
+"""A lease: while it lives, the KV of a match is neither moved nor dropped, and can be loaded (see `load`)."""
 
 from __future__ import annotations
 
-import threading
-from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor, Future
-from dataclasses import dataclass, field
-from functools import lru_cache
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import Executor
 from types import TracebackType
-from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.pipeline import kernels
-from kvstore.pipeline.rope import Rope
-
-from .block import Block, Residence
+from .block import Block
 from .buffer import KvBuffer, check_buffer
 from .errors import BufferTooSmallError, InvalidRequestError, LeaseReleasedError, StoreClosedError
-from .layout import Dtype
-from .moved import MovedRun, Piece
-from .record import BadRecordError, RecordReader
+from .load import Load, Wanted
+from .moved import MovedRun
 from .tiers import Tiers
 from .write_behind import WriteBehind
 
-_AHEAD = 6  # tiles in flight: enough for two threads, few enough to bound staging
-
-
-class LoadedGroup(NamedTuple):
-    """One layer group is in the buffer.
-
-    `tokens` is how many tokens of the prefix are good so far, `runs` which moved runs. Both only shrink: when a
-    block turns out to be damaged, a later group says so, and the engine computes those tokens instead.
-    """
-
-    number: int
-    layers: range
-    tokens: int
-    runs: tuple[MovedRun, ...]
-
-
-@dataclass
-class _Source:
-    """A piece of a block while it is being loaded. `run` is the moved run that it belongs to, None in the prefix."""
-
-    piece: Piece
-    run: MovedRun | None = None
-    staging: Residence | None = None
-    raw: NDArray[np.uint8] | None = None
-    reader: RecordReader | None = None
-    opening: threading.Lock = field(default_factory=threading.Lock)
-
 
 class Lease:
-    """Holds the first `length` tokens of a prompt, and moved runs of it. A context manager; `release` ends it once."""
+    """Holds the first `length` tokens of a prompt, and moved runs of it. A context manager; `release` ends it once.
+
+    One that is collected without that gives back what it holds with the store's next call, and counts as
+    `leases_abandoned`.
+    """
 
     def __init__(
         self,
@@ -71,14 +35,15 @@ class Lease:
         length: int,
         runs: Sequence[MovedRun] = (),
         *,
-        whole: bool = False,  # a part is of no use
+        whole: bool = False,
     ) -> None:
         self._tiers = tiers
         self._worker = worker
         self._pool = pool
         self._prefix = list(blocks)
         self._blocks = [*blocks, *(piece.block for run in runs for piece in run.pieces)]
-        self._whole = whole
+        self.whole = whole
+        """A part of the prefix is of no use."""
         self._released = False
         self.length = length
         """Tokens of the prefix that were held when the lease was taken, less those lost to damage since."""
@@ -87,6 +52,9 @@ class Lease:
         self.bytes_read = 0
         """Bytes read from flash by this lease."""
         self._found_in = {block.number: block.tier for block in self._blocks}
+        self._loads: weakref.WeakSet[Load] = weakref.WeakSet()
+        self._abandoned = weakref.finalize(self, tiers.abandoned.append, self._blocks)
+        self._abandoned.atexit = False
 
     def load_into(
         self, buffer: KvBuffer, slots: NDArray[np.int64] | None = None, length: int | None = None
@@ -103,18 +71,28 @@ class Lease:
         slots: NDArray[np.int64] | None = None,
         length: int | None = None,
         runs: Sequence[MovedRun] | None = None,
-    ) -> Iterator[LoadedGroup]:
-        """Load group after group of layers into `buffer`, yielding each when it is in place.
+        computed_from: int | None = None,
+        hole: tuple[int, int] = (0, 0),
+        first: int = 0,
+    ) -> Load:
+        """Load group after group of layers into `buffer`, from now on; the iterator gives each when it is in place.
 
         buffer: arrays a layer, keys and values [kv_heads, slots, head_dim]. slots: int64, the slot of each token of
         the prompt, as far as anything is loaded; None means token i goes to slot i. length: load fewer tokens of the
         prefix than are leased. runs: moved runs to load, of `self.runs` or parts of them; all of them by default.
         Their keys are turned from the stored original to where they stand now.
 
+        computed_from: the first position of the prompt that is going to be computed. What no token from there on
+        reads, in layers that attend within a window or a chunk, is left out then: those cells of the buffer stay as
+        they are. So a `put` from this buffer has to give the end of the prefix as its `start`. None loads all.
+
+        hole: tokens of the prefix, [hole[0], hole[1]), that the caller computes. Blocks that begin in it are left out.
+        first: what stands before this position comes first, in all layers; `Load.bring_first` waits for that alone.
+
         Raises LayoutMismatchError, BufferTooSmallError, InvalidRequestError, LeaseReleasedError, StoreClosedError.
-        Damage on flash raises nothing, see LoadedGroup.
+        Damage on flash raises nothing, see `load.LoadedGroup`.
         """
-        self._check_usable()
+        self.check_usable()
         wanted = self.length if length is None else length
         moved = self.runs if runs is None else tuple(runs)
         if wanted < 0:
@@ -124,38 +102,51 @@ class Lease:
         leased = {piece.block.number for run in self.runs for piece in run.pieces}
         if any(piece.block.number not in leased for run in moved for piece in run.pieces):
             raise InvalidRequestError("asked to load a moved run that this lease does not hold")
-        if not self._blocks:
-            return iter(())
+        if computed_from is not None and computed_from < 0:
+            raise InvalidRequestError(f"nothing can be computed from position {computed_from} on")
         end = max([wanted, *(run.target + run.length for run in moved)])
-        check_buffer(buffer, self._blocks[0].namespace.layout, end, slots, written=True)
-        return self._load(buffer, slots, wanted, moved)
+        if self._blocks:
+            check_buffer(buffer, self._blocks[0].namespace.layout, end, slots, written=True)
+        return self._load(Wanted(wanted, moved, buffer, slots, computed_from, hole, first))
 
     @property
     def blocks(self) -> tuple[Block, ...]:
         return tuple(self._blocks)
 
-    def tokens_by_tier(self, length: int | None = None) -> dict[str, int]:
-        """How many of the first `length` tokens of the prefix lay in each tier when the lease was taken."""
-        left = self.length if length is None else length
+    @property
+    def prefix(self) -> tuple[Block, ...]:
+        """The blocks of the prefix."""
+        return tuple(self._prefix)
+
+    @property
+    def flash_bytes_per_second(self) -> float | None:
+        """How fast flash is just now, from reading to the place in the buffer; None when no load has shown it yet."""
+        return self._tiers.flash.bytes_per_second()
+
+    def tokens_by_tier(self, length: int | None = None, hole: tuple[int, int] = (0, 0)) -> dict[str, int]:
+        """How many of the first `length` tokens of the prefix, without `hole`, were in each tier when it was leased."""
+        end = self.length if length is None else length
         counts = {"hot": 0, "warm": 0, "cold": 0}
         for block in self._prefix:
-            counts[self._found_in[block.number]] += min(block.length, left)
-            left -= min(block.length, left)
+            if block.start < end and not hole[0] <= block.start < hole[1]:
+                counts[self._found_in[block.number]] += min(block.length, end - block.start)
         return counts
 
     def warm_up(self) -> None:
         """Bring what only flash holds into warm memory, as far as there is room, without an engine's buffer."""
-        self._check_usable()
-        if self._blocks:
-            for _ in self._load(None, None, self.length, self.runs):
-                pass
+        self.check_usable()
+        for _ in self._load(Wanted(self.length, self.runs)):
+            pass
 
     def release(self) -> None:
-        """End the lease. Raises LeaseReleasedError the second time."""
+        """End the lease, and loads of it that are under way. Raises LeaseReleasedError the second time."""
+        for load in list(self._loads):
+            load.close()
         with self._tiers.lock:
             if self._released:
                 raise LeaseReleasedError("this lease was released before")
             self._released = True
+            self._abandoned.detach()
             self._tiers.release(self._blocks)
             for block in self._blocks:
                 if block.memory is not None and block.memory.tier is self._tiers.warm and block.hits > 1:
@@ -170,177 +161,19 @@ class Lease:
         if not self._released:
             self.release()
 
-    def _check_usable(self) -> None:
+    def check_usable(self) -> None:
+        """Raise LeaseReleasedError or StoreClosedError when nothing can be loaded any more."""
         if self._released:
             raise LeaseReleasedError("this lease was released; take a new one")
         if self._tiers.closed:
             raise StoreClosedError("the store of this lease was closed; open it again")
 
-    def _load(
-        self,
-        buffer: KvBuffer | None,
-        slots: NDArray[np.int64] | None,
-        wanted: int,
-        runs: tuple[MovedRun, ...],
-    ) -> Iterator[LoadedGroup]:
-        sources = self._sources(wanted, runs)
-        groups = self._blocks[0].namespace.layer_groups
-        tiles = ((group, source) for group in range(len(groups)) for source in sources)
-        running: deque[tuple[int, _Source, Future[None]]] = deque()
-        good, done = _Good(wanted, runs), 0
-        try:
-            while running or done < len(groups):
-                self._check_usable()
-                while len(running) < _AHEAD and (tile := next(tiles, None)) is not None:
-                    group, source = tile
-                    if good.includes(source):
-                        work = self._submit(group, source, buffer, slots)
-                        running.append((group, source, work))
-                if running and running[0][0] == done:
-                    _, source, work = running.popleft()
-                    try:
-                        work.result()
-                    except BadRecordError as error:
-                        if good.includes(source):
-                            good.exclude(source, whole=self._whole)
-                            with self._tiers.lock:
-                                self._tiers.quarantine(source.piece.block, error)
-                    continue
-                yield LoadedGroup(done, groups[done], good.tokens, good.runs)
-                done += 1
-        finally:
-            for _, _, work in running:
-                work.cancel()
-            for _, _, work in running:
-                if not work.cancelled():
-                    work.exception()
-            self._settle(sources, good if done == len(groups) else None)
-            if good.tokens < wanted:
-                self.length = min(self.length, good.tokens)
-            lost = {run.target for run in runs} - {run.target for run in good.runs}
-            self.runs = tuple(run for run in self.runs if run.target not in lost)
+    def shrink(self, tokens: int, lost: set[int]) -> None:
+        """A load found no more than `tokens` tokens of the prefix good, and the runs with these targets lost."""
+        self.length = min(self.length, tokens)
+        self.runs = tuple(run for run in self.runs if run.target not in lost)
 
-    def _submit(
-        self, group: int, source: _Source, buffer: KvBuffer | None, slots: NDArray[np.int64] | None
-    ) -> Future[None]:
-        try:
-            return self._pool.submit(self._load_tile, group, source, buffer, slots)
-        except RuntimeError:  # the pool is shut down
-            self._check_usable()
-            raise
-
-    def _sources(self, wanted: int, runs: tuple[MovedRun, ...]) -> list[_Source]:
-        """What to load, with room in warm memory for what comes from flash. A block read twice is staged once."""
-        sources = [
-            _Source(Piece(block, 0, min(block.length, wanted - block.start), block.start))
-            for block in self._prefix
-            if block.start < wanted
-        ]
-        sources += [_Source(piece, run) for run in runs for piece in run.pieces]
-        staged: set[int] = set()
-        with self._tiers.lock:
-            self._check_usable()
-            for source in sources:
-                block = source.piece.block
-                if block.memory is not None:
-                    source.raw = self._tiers.raw(block)
-                elif (
-                    block.number not in staged
-                    and (room := self._tiers.allocate_warm(block.nbytes)) is not None
-                ):
-                    staged.add(block.number)
-                    source.staging = room
-                    source.raw = room.tier.view(room.extent, block.nbytes)
-        return sources
-
-    def _settle(self, sources: list[_Source], good: _Good | None) -> None:
-        """Blocks read whole from flash stay in warm memory; other staging is given back."""
-        read = 0
-        for source in sources:
-            if source.reader is not None:
-                read += source.reader.bytes_read
-                source.reader.close()
-        self.bytes_read += read
-        with self._tiers.lock:
-            for source in sources:
-                if source.staging is None:
-                    continue
-                if good is not None and good.includes(source):
-                    self._tiers.settle(source.piece.block, source.staging)
-                else:
-                    self._tiers.give_back(source.staging)
-            self._tiers.counts["bytes_read"] += read
-
-    def _load_tile(
-        self, group: int, source: _Source, buffer: KvBuffer | None, slots: NDArray[np.int64] | None
-    ) -> None:
-        """Bring one piece's layers of one group into the buffer. Runs in the pool. Raises BadRecordError."""
-        piece = source.piece
-        block, namespace = piece.block, piece.block.namespace
-        frame = namespace.frames(block.length)[group]
-        raw = np.empty(frame.stop - frame.start, dtype=np.uint8) if source.raw is None else source.raw[frame]
-        if source.staging is not None or source.raw is None:
-            with source.opening:
-                if source.reader is None:
-                    source.reader = self._tiers.open_record(block)
-            source.reader.read(frame.start, raw)
-        if buffer is None:
-            return
-        layout = namespace.layout
-        held = slice(piece.offset, piece.offset + piece.length)
-        span = slice(piece.target, piece.target + piece.length)
-        into = _Target(
-            layout.dtype, span, None if slots is None else np.ascontiguousarray(slots[span], np.int64)
-        )
-        for layer, key, value in layout.layer_views(raw, namespace.layer_groups[group], block.length):
-            keys, values = buffer.keys[layer], buffer.values[layer]
-            assert keys is not None, "checked with the buffer"
-            assert values is not None, "checked with the buffer"
-            into.place(key[:, held], keys, layout.layers[layer].rope, piece.shift)
-            into.place(value[:, held], values, None, 0)
-
-
-class _Good:
-    """What of a load is good so far."""
-
-    def __init__(self, tokens: int, runs: tuple[MovedRun, ...]) -> None:
-        self.tokens = tokens
-        self.runs = runs
-
-    def includes(self, source: _Source) -> bool:
-        return source.piece.target < self.tokens if source.run is None else source.run in self.runs
-
-    def exclude(self, source: _Source, *, whole: bool) -> None:
-        if source.run is None:
-            self.tokens = 0 if whole else source.piece.target
-        else:
-            self.runs = tuple(run for run in self.runs if run is not source.run)
-
-
-class _Target(NamedTuple):
-    """Where tokens go in an engine's arrays: to consecutive slots `span`, or to `slots`."""
-
-    dtype: Dtype
-    span: slice
-    slots: NDArray[np.int64] | None
-
-    def place(self, held: NDArray[Any], into: NDArray[Any], rope: Rope | None, shift: int) -> None:
-        """Copy `held` [heads, tokens, channels] into `into` [heads, slots, channels], turned by `shift` positions."""
-        turned = rope is not None and shift != 0
-        cos, sin = _rotation(rope, shift) if rope is not None and turned else (None, None)
-        kernels.place(
-            held,
-            into if self.slots is not None else into[:, self.span],
-            src_dtype=self.dtype,
-            dst_dtype=self.dtype,
-            cos=cos,
-            sin=sin,
-            pairing="half" if rope is None else rope.pairing,
-            slots=self.slots,
-        )
-
-
-@lru_cache(maxsize=1024)
-def _rotation(rope: Rope, shift: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """cos and sin of a move by `shift` positions; the same for all layers of one geometry."""
-    return rope.table([shift])
+    def _load(self, wanted: Wanted) -> Load:
+        load = Load(self, self._tiers, self._pool, wanted)
+        self._loads.add(load)
+        return load

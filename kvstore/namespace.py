@@ -1,4 +1,7 @@
-"""All blocks of one identity: the walls that KV never crosses. One layout, one trie, one chunk table, one lifetime."""
+"""All blocks of one identity: the walls that KV never crosses.
+
+One layout; trie, chunk table and, where an engine gave an embedder, a semantic index with one lifetime.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,11 @@ from kvstore.index.chunks import ChunkTable
 from kvstore.index.trie import Trie
 
 from .block import Block
+from .codec import Codec
 from .identity import Identity
 from .layout import Layout
 from .moved import SHORTEST, MovedRun, moved_run
+from .semantics import Semantics
 
 ROOT_KEY = b""
 """Parent key of a block at position 0."""
@@ -33,6 +38,7 @@ class Namespace:
         self.digest = digest
         self.identity: Identity | None = None
         self.layer_groups: tuple[range, ...] = ()
+        self.semantics: Semantics | None = None
         self.trie = Trie(block_tokens)
         self.by_key: dict[bytes, Block] = {}
         self._by_number: dict[int, Block] = {}
@@ -55,6 +61,14 @@ class Namespace:
         assert self.identity is not None, "a namespace is read only through a store opened with its identity"
         return self.identity.layout
 
+    @property
+    def codec(self) -> Codec:
+        """How its blocks are written to flash. Only for a namespace that was opened."""
+        assert self.identity is not None, (
+            "a namespace is written only through a store opened with its identity"
+        )
+        return self.identity.codec
+
     def frames(self, tokens: int) -> list[slice]:
         """Where each layer group lies in the raw bytes of a block of `tokens` tokens."""
         return [self.layout.span(group, tokens) for group in self.layer_groups]
@@ -64,12 +78,25 @@ class Namespace:
         found = self.trie.lookup(tokens)
         return [self._by_number[number] for number in found.blocks], found.length
 
-    def moved(self, tokens: NDArray[np.int32], start: int, boundaries: Sequence[int]) -> list[MovedRun]:
+    def moved(
+        self, tokens: NDArray[np.int32], start: int, boundaries: Sequence[int], shortest: int = SHORTEST
+    ) -> list[MovedRun]:
         """Runs of tokens[start:] that are held anywhere, disjoint and ascending, each from its best copy."""
         if self._chunks is None:
             self._chunks = self._table()
-        runs = self._chunks.find(tokens, start=start, shortest=SHORTEST, boundaries=boundaries)
+        runs = self._chunks.find(tokens, start=start, shortest=shortest, boundaries=boundaries)
         return [moved_run(run, tokens, self._by_number.__getitem__, self._before) for run in runs]
+
+    def use_semantics(self, semantics: Semantics) -> Semantics | None:
+        """Index all that is held, what was used last first, and what comes from now on; returns what did so before."""
+        before, self.semantics = self.semantics, semantics
+        for block in sorted(self.by_key.values(), key=lambda block: block.last_use, reverse=True):
+            semantics.add(block)
+        return before
+
+    def block(self, number: int) -> Block | None:
+        """The findable block of this number."""
+        return self._by_number.get(number)
 
     def below(self, tokens: NDArray[np.int32]) -> list[Block]:
         """All blocks that this prefix leads to, leaves first; for no tokens, every block."""
@@ -77,6 +104,10 @@ class Namespace:
         if not len(tokens):
             found += [block for block in self.by_key.values() if block.number not in self.trie]
         return found
+
+    def orphans(self) -> list[Block]:
+        """Exact blocks that no prefix reaches, since their parent is not held."""
+        return [block for waiting in self._orphans.values() for block in waiting]
 
     def holds(self, block: Block) -> bool:
         """Whether this very block is still findable."""
@@ -147,12 +178,16 @@ class Namespace:
         if self._chunks is not None:
             parent = None if above is None else above.number
             self._chunks.insert(block.number, block.tokens, parent, children)
+        if self.semantics is not None:
+            self.semantics.add(block)
 
     def _release(self, block: Block) -> None:
         del self.by_key[block.key]
         del self._by_number[block.number]
         if self._chunks is not None:
             self._chunks.remove(block.number)
+        if self.semantics is not None:
+            self.semantics.remove(block)
 
     def _table(self) -> ChunkTable:
         """A chunk table of all that is held."""

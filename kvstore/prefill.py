@@ -23,14 +23,13 @@ from kvstore.pipeline.engine import StaticGraphEngine
 from kvstore.pipeline.graphs import EMPTY
 from kvstore.pipeline.kv_allocation import KvAllocation
 from kvstore.pipeline.recompute import AnyRepair, Evidence, Nothing, select
-from kvstore.pipeline.recompute import MovedRun as Run
 
-from .lease import Lease, LoadedGroup
-from .moved import SHORTEST, MovedRun
+from .choice import QUESTION, choose, repairable, spare
+from .flash_choice import against_flash
+from .lease import Lease
+from .load import LoadedGroup
+from .moved import MovedRun
 from .store import KVStore
-
-_QUESTION = 32
-"""The question whose attention chooses what is recomputed: so many of the last tokens."""
 
 
 class Prefilled(msgspec.Struct, frozen=True):
@@ -72,7 +71,9 @@ def prefill(
         work.store_seconds += time.perf_counter() - started
         while (logits := work.attempt()) is None:
             pass
-        return work.outcome(logits)
+        done = work.outcome(logits)
+    store.served(prefix=done.prefix, moved=done.moved, recomputed=done.recomputed, computed=done.computed)
+    return done
 
 
 class _Prefill:
@@ -91,18 +92,21 @@ class _Prefill:
         self._kv = kv
         self._repair = repair
         self._lease = lease
-        self._last = len(prompt) - 1
-        self._prefix = min(lease.length, self._last)
-        self._runs = _worthwhile(lease.runs, self._last)
-        if self._runs and not self._pays():
-            self._runs = ()
+        costs, groups = engine.costs(kv.slots), len(engine.layer_groups)
+        choice = choose(len(prompt), lease.length, lease.runs, self._repair, costs)
+        if not lease.whole:
+            choice = against_flash(
+                choice, len(prompt), lease.prefix, self._repair, costs, lease.flash_bytes_per_second, groups
+            )
+        self._prefix, self._runs = choice.prefix, choice.runs
+        self._hole, self._ahead = choice.hole, choice.ahead
         self._recomputed = 0
         self.store_seconds = 0.0
 
     def attempt(self) -> NDArray[np.float32] | None:
-        loading = _Loading(self._lease, self._kv, self._prefix, self._runs)
+        loading = _Loading(self._lease, self._kv, self._prefix, self._runs, self._hole, self._ahead)
         try:
-            if not self._runs:
+            if not self._runs and not self._hole[1] and not self._ahead:
                 self._recomputed = 0
                 return self._engine.prefill(
                     self._prompt, self._kv, start=self._prefix, before_group=loading.before(self._engine)
@@ -110,31 +114,24 @@ class _Prefill:
             return self._blend(loading)
         except _ShrunkError:
             self._prefix, self._runs = loading.finish()
+            self._ahead = 0
+            if self._prefix <= self._hole[1]:
+                self._prefix, self._hole = min(self._prefix, self._hole[0]), (0, 0)
             return None
         finally:
             self.store_seconds += loading.seconds
 
-    def _pays(self) -> bool:
-        """Whether moving and repairing the runs costs no more than computing them, by the measured costs of calls."""
-        costs = self._engine.costs(self._kv.slots)
-        moved = sum(run.length for run in self._runs)
-        due = len(self._prompt) - self._prefix
-        least = self._repair.least([Run(run.target, run.length) for run in self._runs])
-        probe = 0.0
-        if self._repair.evidence == "attention":  # runs through two thirds of the layers
-            probe = costs.cover(min(_QUESTION, due - moved)).seconds * 2 / 3
-        return probe + costs.cover(due - moved + least).seconds <= costs.cover(due).seconds
-
     def outcome(self, logits: NDArray[np.float32]) -> Prefilled:
         covered = sum(run.length for run in self._runs)
+        begin, end = self._hole
         exact_until = self._runs[0].target if self._runs else len(self._prompt)
         return Prefilled(
             logits=logits,
-            prefix=self._prefix,
+            prefix=self._prefix - (end - begin),
             moved=covered - self._recomputed,
             recomputed=self._recomputed,
-            computed=len(self._prompt) - self._prefix - covered,
-            tiers=self._lease.tokens_by_tier(self._prefix),
+            computed=len(self._prompt) - self._prefix + (end - begin) - covered,
+            tiers=self._lease.tokens_by_tier(self._prefix, self._hole),
             bytes_read=self._lease.bytes_read,
             store_seconds=self.store_seconds,
             exact_until=exact_until,
@@ -146,33 +143,45 @@ class _Prefill:
         engine, kv = self._engine, self._kv
         kv.slot_positions[:] = EMPTY
         kv.slot_positions[: self._prefix] = np.arange(self._prefix)
+        kv.slot_positions[self._hole[0] : self._hole[1]] = EMPTY
         for run in self._runs:
             kv.slot_positions[run.target : run.target + run.length] = np.arange(
                 run.target, run.target + run.length
             )
         fresh = np.concatenate([np.arange(begin, end) for begin, end in self._gaps()])
-        runs = [Run(run.target, run.length) for run in self._runs]
-        evidence = Evidence()
-        if self._repair.evidence == "attention":
-            loading.finish()
-            loading.check()
-            question = fresh[-min(_QUESTION, engine.sizes[-1]) :]
-            question = question[question > self._runs[-1].target] if len(question) else question
-            seen = engine.probe(self._prompt[question], question, question, kv)
+        ahead, fresh = fresh[fresh < self._ahead], fresh[fresh >= self._ahead]
+        if len(ahead):
+            loading.bring_first()
+            engine.run(engine.plan(self._prompt[ahead], ahead, ahead, kv), kv)
+        runs = repairable(self._runs)
+        repair, evidence = self._repair if runs else Nothing(), Evidence()
+        if repair.evidence == "attention":
+            question = fresh[-min(QUESTION, engine.sizes[-1]) :]
+            question = question[question > self._runs[-1].target]
+            seen = engine.probe(self._prompt[question], question, question, kv, before_layers=loading.bring)
             evidence = Evidence(attention=seen[: len(self._prompt)])
-        least = self._repair.least(runs)
-        spare = engine.costs(kv.slots).cover(len(fresh) + least).padding
-        chosen = select(self._repair, runs, evidence, spare)
+        elif repair.evidence == "deviation":
+            places = np.concatenate([np.arange(run.target, run.target + run.length) for run in self._runs])
+            places = np.sort(np.concatenate([fresh[fresh < places[-1]], places]))
+            apart = np.zeros(len(self._prompt), np.float32)
+            apart[places] = engine.deviation(
+                self._prompt[places], places, places, kv, before_layers=loading.bring
+            )
+            evidence = Evidence(deviation=apart)
+        room = spare(len(fresh), runs, repair, engine.costs(kv.slots))
+        chosen = select(repair, runs, evidence, room)
         todo = np.sort(np.concatenate([fresh, chosen])).astype(np.int32)
         calls = engine.plan(self._prompt[todo], todo, todo, kv)
         logits: NDArray[np.float32] = engine.run(
-            calls, kv, logits_of=[-1], before_group=loading.before(engine)
+            calls, kv, logits_of=[-1], before_call=loading.before_call(engine)
         )[0]
         self._recomputed = len(chosen)
         return logits
 
     def _gaps(self) -> Iterator[tuple[int, int]]:
         """Spans that neither prefix nor runs cover."""
+        if self._hole[1]:
+            yield self._hole
         at = self._prefix
         for run in self._runs:
             if at < run.target:
@@ -189,30 +198,59 @@ class _ShrunkError(Exception):
 class _Loading:
     """The load of one lease, drawn forward as far as the engine needs it."""
 
-    def __init__(self, lease: Lease, kv: KvAllocation, prefix: int, runs: tuple[MovedRun, ...]) -> None:
-        self._groups = lease.layer_groups(kv, length=prefix, runs=runs)
+    def __init__(
+        self,
+        lease: Lease,
+        kv: KvAllocation,
+        prefix: int,
+        runs: tuple[MovedRun, ...],
+        hole: tuple[int, int],
+        ahead: int,
+    ) -> None:
+        self._groups = lease.layer_groups(kv, length=prefix, runs=runs, hole=hole, first=ahead)
         self._layers = 0
+        self._end = max([prefix, *(run.target + run.length for run in runs)])
         self._wanted = prefix, runs
         self._good = prefix, runs
         self.seconds = 0.0
 
     def before(self, engine: StaticGraphEngine) -> Callable[[int], None]:
-        """What the engine calls before it runs a layer group. Raises _ShrunkError when less is good than wanted."""
+        """What the engine calls before it runs a layer group."""
+        return lambda group: self.bring(engine.layer_groups[group].stop)
 
-        def bring(group: int) -> None:
-            self._draw(engine.layer_groups[group].stop)
-            self.check()
+    def bring(self, layer: int) -> None:
+        """Until all layers before `layer` are in place. Raises _ShrunkError when less is good than wanted."""
+        self._draw(layer)
+        if self._good != self._wanted:
+            raise _ShrunkError
+
+    def before_call(self, engine: StaticGraphEngine) -> Callable[[int, int], None]:
+        """What the engine calls before a call through a layer group, with the last position that it sees."""
+
+        def bring(group: int, position: int) -> None:
+            layer = engine.layer_groups[group].stop
+            if position < self._end:
+                self._wait(lambda: self._groups.bring(layer, position))
+            else:
+                self.bring(layer)
 
         return bring
+
+    def bring_first(self) -> None:
+        """Until what is needed to compute ahead is in place. Raises _ShrunkError."""
+        self._wait(self._groups.bring_first)
+
+    def _wait(self, bring: Callable[[], bool]) -> None:
+        started = time.perf_counter()
+        good = bring()
+        self.seconds += time.perf_counter() - started
+        if not good:
+            raise _ShrunkError
 
     def finish(self) -> tuple[int, tuple[MovedRun, ...]]:
         """Load what is left; what is good in every layer."""
         self._draw(None)
         return self._good
-
-    def check(self) -> None:
-        if self._good != self._wanted:
-            raise _ShrunkError
 
     def _draw(self, layer: int | None) -> None:
         """Load until all layers before `layer` are in place, or to the end."""
@@ -223,9 +261,3 @@ class _Loading:
                 break
             self._layers, self._good = group.layers.stop, (group.tokens, group.runs)
         self.seconds += time.perf_counter() - started
-
-
-def _worthwhile(runs: Sequence[MovedRun], end: int) -> tuple[MovedRun, ...]:
-    """Runs as far as they lie before position `end`, without remnants that are too short."""
-    parts = (run.before(end) for run in runs)
-    return tuple(part for part in parts if part is not None and part.length >= SHORTEST)

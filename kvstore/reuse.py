@@ -14,7 +14,9 @@ from typing import Literal
 
 import msgspec
 
-from kvstore.pipeline.recompute import AnyRepair
+from kvstore.pipeline.recompute import AnyRepair, Attended, Both, Deviating, Everything, FirstTokens, Nothing
+
+from .codec import Codec
 
 Policy = Literal["exact", "careful", "fast"]
 
@@ -40,21 +42,68 @@ class Measurement(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """The repair that each policy uses for one identity; None means prefix runs only, `reasons` say why."""
+    """The repair that each policy uses for one identity; None means prefix runs only, `reasons` say why.
+
+    codecs: those with loss that the policies `careful` and `fast` may keep KV in, see `codec`.
+    """
 
     fast: AnyRepair | None
     careful: AnyRepair | None
     measurements: tuple[Measurement, ...] = ()
     reasons: tuple[str, ...] = ()
+    codecs: tuple[Codec, ...] = ()
 
     def repair(self, policy: Policy) -> AnyRepair | None:
         """What `policy` recomputes of moved runs; None: it uses none."""
         return {"exact": None, "careful": self.careful, "fast": self.fast}[policy]
 
+    def why_none(self, policy: Policy) -> str | None:
+        """Why `policy` has no repair; None when it has one."""
+        if policy == "exact":
+            return "policy exact uses prefixes only"
+        if self.repair(policy) is not None:
+            return None
+        others = {"careful": "fast:", "fast": "careful:"}[policy]
+        reasons = "; ".join(reason for reason in self.reasons if not reason.startswith(others))
+        return reasons or f"the verdict names no repair for policy {policy}"
+
+    def measured(self, policy: Policy) -> Measurement | None:
+        """The figures on which `policy` stands; None where there are none."""
+        repair = self.repair(policy)
+        return next(
+            (each for each in self.measurements if repair is not None and each.repair == repair), None
+        )
+
+
+def named(repair: AnyRepair) -> str:
+    """A repair in words."""
+    match repair:
+        case Nothing():
+            return "no repair"
+        case FirstTokens(k):
+            return f"first {k} tokens of each run"
+        case Attended(share):
+            return f"{share:.0%} that the question attends to"
+        case Deviating(share):
+            return f"{share:.0%} that deviate most"
+        case Both(first, then):
+            return f"{named(first)}, then {named(then)}"
+        case Everything():
+            return "every token"
+
 
 NOT_MEASURED = Verdict(None, None, reasons=("this identity was never measured; run `kvstore calibrate`",))
 
-_MOST_KL, _LEAST_AGREEMENT, _LEAST_RECALL = 0.04, 0.97, 0.90
+MOST_KL, LEAST_AGREEMENT, LEAST_RECALL = 0.04, 0.97, 0.90
+
+
+_EVIDENCE = 0.03
+"""What evidence costs, as a share of the moved tokens computed again: 16 tokens through half the layers, or the first
+layer for all."""
+
+
+def _cost(measured: Measurement) -> float:
+    return measured.recomputed + (0.0 if measured.repair.evidence is None else _EVIDENCE)
 
 
 def judge(measurements: tuple[Measurement, ...]) -> Verdict:
@@ -62,15 +111,16 @@ def judge(measurements: tuple[Measurement, ...]) -> Verdict:
 
     fast: mean KL <= 0.04 and first tokens agree in >= 97 %. careful: that, and recall >= 0.90 of full prefill.
     """
-    by_cost = sorted(measurements, key=lambda each: (each.recomputed, each.repair.evidence is not None))
-    close = [each for each in by_cost if each.kl_mean <= _MOST_KL and each.first_agrees >= _LEAST_AGREEMENT]
-    recalling = [each for each in close if each.recall >= _LEAST_RECALL]
+    by_cost = sorted(measurements, key=_cost)
+    close = [each for each in by_cost if each.kl_mean <= MOST_KL and each.first_agrees >= LEAST_AGREEMENT]
+    recalling = [each for each in close if each.recall >= LEAST_RECALL]
     reasons = []
     if not close:
-        reasons.append(f"fast: no repair keeps mean KL <= {_MOST_KL} and agreement >= {_LEAST_AGREEMENT:.0%}")
+        reasons.append(f"fast: no repair keeps mean KL <= {MOST_KL} and agreement >= {LEAST_AGREEMENT:.0%}")
     if not recalling:
-        best = max((each.recall for each in measurements), default=0.0)
-        reasons.append(f"careful: no repair keeps {_LEAST_RECALL:.0%} of the recall, the best {best:.0%}")
+        best = max(measurements, key=lambda each: each.recall, default=None)
+        kept = f"{best.recall:.0%} of {best.recall_prompts} prompts" if best else "unmeasured"
+        reasons.append(f"careful: no repair keeps {LEAST_RECALL:.0%} of the recall, the best {kept}")
     return Verdict(
         close[0].repair if close else None,
         recalling[0].repair if recalling else None,

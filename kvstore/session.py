@@ -18,6 +18,7 @@ from kvstore.pipeline.kv_allocation import KvAllocation
 from kvstore.pipeline.sampling import Sampler
 from kvstore.pipeline.self_test import why_not_shift
 
+from .explain import Explanation
 from .identity import Identity
 from .layout import Layout
 from .prefill import Prefilled, prefill
@@ -75,7 +76,8 @@ class Session:
 
     def __init__(self, engine: StaticGraphEngine, store: KVStore | None, policy: Policy = "careful") -> None:
         self._engine = engine
-        self._store = store
+        self._store = store = None if store is None else store.under(policy)
+        self._policy = policy
         self._repair = None if store is None else store.verdict.repair(policy)
         if store is not None and self._repair is not None and store.shift_refused is None:
             store.shift_refused = why_not_shift(engine, [layer.rope for layer in store.layout.layers])
@@ -105,6 +107,25 @@ class Session:
             )
         finally:
             engine.recycle(kv)
+
+    def explain(
+        self, prompt: NDArray[np.int32], max_new: int = 1, *, boundaries: Sequence[int] = ()
+    ) -> Explanation:
+        """What `generate` with the same arguments would do now for each token of `prompt`; computes nothing.
+
+        Raises the engine's error when prompt and answer exceed its context; ValueError without a store.
+        """
+        if self._store is None:
+            raise ValueError("this session has no store, so all is computed")
+        kv = self._engine.allocate(len(prompt) + max_new)
+        try:
+            costs = self._engine.costs(kv.slots)
+        finally:
+            self._engine.recycle(kv)
+        groups = len(self._engine.layer_groups)
+        return self._store.explain(
+            prompt, self._policy, boundaries=boundaries, costs=costs, layer_groups=groups
+        )
 
     def _answer(
         self,

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvstore.index.semantic import SemanticStats
+
+from .reuse import Measurement, Policy, Verdict, named
+
 if TYPE_CHECKING:
+    from .namespace import Namespace
     from .tiers import Tiers
     from .write_behind import WriteBehind
 
@@ -25,11 +31,26 @@ class TierStats(msgspec.Struct, frozen=True):
     pinned: bool = False
 
 
+class PolicyInUse(msgspec.Struct, frozen=True):
+    """What a policy does to moved runs of one identity: `repair` in words, or None and the `reason`.
+
+    measured: the figures it stands on, where there are any.
+    """
+
+    repair: str | None
+    reason: str | None
+    measured: Measurement | None
+
+
 class Stats(msgspec.Struct, frozen=True):
-    """A snapshot. `counts` grow from opening on; tokens asked = tokens matched + tokens missed.
+    """A snapshot. `counts` grow from opening on; tokens asked = tokens matched + tokens missed by look-ups.
+
+    Of requests that engines reported as served, tokens prefix + moved + recomputed + computed = tokens of the prompts.
 
     `waiting` blocks are not on flash yet. `refusals` count what was not stored, `misses` what was held but not
     usable, `bad_records` what opening found damaged, each by reason. `index` says how the flash index was opened.
+    `verdicts`: of each identity that was measured, by its digest.
+    `semantics`: of this identity, the embedder and the blocks it indexed, that wait, and were refused, by reason.
     """
 
     hot: TierStats
@@ -41,25 +62,24 @@ class Stats(msgspec.Struct, frozen=True):
     misses: dict[str, int]
     bad_records: dict[str, int]
     index: str | None
+    semantics: SemanticStats | None
+    verdicts: dict[str, dict[Policy, PolicyInUse]]
 
 
-def collect(tiers: Tiers, worker: WriteBehind) -> Stats:
-    """Called under the store's lock."""
-    blocks = tiers.blocks.values()
+def collect(
+    tiers: Tiers, worker: WriteBehind, namespace: Namespace, verdicts: Mapping[bytes, Verdict]
+) -> Stats:
+    """Called under the store's lock; takes no longer when more is held."""
 
     def of(name: str, total: int, used: int, pinned: bool = False) -> TierStats:
-        if name == "cold":
-            here = [block for block in blocks if block.cold_bytes]
-        else:
-            here = [block for block in blocks if block.memory is not None and block.memory.tier.name == name]
-        leased = sum(block.leases > 0 for block in here)
-        return TierStats(total, used, total - used, len(here), leased, pinned)
+        return TierStats(total, used, total - used, tiers.held(name), tiers.leased[name], pinned)
 
     cold = tiers.cold
     counts = dict(tiers.counts)
     counts["tokens_missed"] = counts.get("tokens_asked", 0) - counts.get("tokens_matched", 0)
     if cold is not None:
         counts["bytes_written"] = cold.bytes_written
+        counts["bytes_written_today"] = cold.writes.spent
     return Stats(
         hot=of("hot", tiers.hot.total, tiers.hot.used, tiers.hot.pinned),
         warm=of("warm", tiers.warm.total, tiers.warm.used),
@@ -72,4 +92,18 @@ def collect(tiers: Tiers, worker: WriteBehind) -> Stats:
         if cold is not None
         else {},
         index=cold.opened if cold is not None else None,
+        semantics=namespace.semantics.stats() if namespace.semantics is not None else None,
+        verdicts={digest.hex(): _in_use(verdict) for digest, verdict in verdicts.items()},
     )
+
+
+def _in_use(verdict: Verdict) -> dict[Policy, PolicyInUse]:
+    policies: tuple[Policy, ...] = ("careful", "fast")
+    return {
+        policy: PolicyInUse(
+            None if (repair := verdict.repair(policy)) is None else named(repair),
+            verdict.why_none(policy),
+            verdict.measured(policy),
+        )
+        for policy in policies
+    }

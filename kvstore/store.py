@@ -15,30 +15,35 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from kvstore.index.embedder import Embedder
 from kvstore.index.tokens import token_ids
+from kvstore.pipeline.schedule import CallCosts
 
 from . import explain as explanation
 from .block import Block, block_key
 from .buffer import KvBuffer, check_buffer
+from .codec import CODECS
 from .directory import DataDirectory
 from .errors import BudgetError, InvalidRequestError, InvalidTokensError, StoreClosedError
 from .identity import Identity
 from .layout import capabilities
 from .lease import Lease
 from .moved import SHORTEST, MovedRun
-from .namespace import ROOT_KEY
+from .namespace import ROOT_KEY, Namespace
+from .orphans import continuing
 from .profile import CPU, Profile
 from .put import Incoming, PutResult
-from .reuse import NOT_MEASURED, Verdict
+from .reuse import NOT_MEASURED, Policy, Verdict
+from .semantics import Neighbour, Semantics, TextOfTokens
 from .stats import Stats, collect
 from .tiers import Tiers
 from .write_behind import WriteBehind
@@ -88,6 +93,8 @@ class KVStore:
         """Why moved runs are not looked for; None when they are. A self-test that fails sets it, too."""
         self._exact = self.capabilities.reuse == "exact"
         self._digest = identity.digest()
+        self._under_any_codec = [msgspec.structs.replace(identity, codec=each).digest() for each in CODECS]
+        self._measured = self._under_any_codec[CODECS.index("lossless")]  # whose verdict counts
         profile = shared.tiers.profile
         self.block_tokens = profile.block_tokens
         needed = self.layout.block_bytes(profile.block_tokens)
@@ -124,7 +131,7 @@ class KVStore:
                 runs = self._namespace.moved(ids, length, boundaries)
             self._tiers.counts["tokens_asked"] += len(ids)
             self._tiers.counts["tokens_matched"] += length
-            self._tiers.counts["tokens_moved"] += sum(run.length for run in runs)
+            self._tiers.counts["tokens_found_elsewhere"] += sum(run.length for run in runs)
             self._tiers.counts["lookups"] += 1
         return Match(length, tuple(blocks), tuple(runs))
 
@@ -249,13 +256,51 @@ class KVStore:
     @property
     def verdict(self) -> Verdict:
         """What was measured of moved reuse for this identity; without that, nothing is approximated."""
-        return self._shared.verdicts.get(self._digest, NOT_MEASURED)
+        return self._shared.verdicts.get(self._measured, NOT_MEASURED)
 
     def keep_verdict(self, verdict: Verdict) -> None:
         """Use this verdict from now on, and after a restart."""
-        self._shared.verdicts[self._digest] = verdict
+        self._shared.verdicts[self._measured] = verdict
         if self._shared.directory is not None:
-            self._shared.directory.keep_verdict(self._digest, msgspec.json.encode(verdict))
+            self._shared.directory.keep_verdict(self._measured, msgspec.json.encode(verdict))
+
+    # -- meaning ----------------------------------------------------------------------------------------------------
+
+    def use_semantics(self, embedder: Embedder, text_of_tokens: TextOfTokens) -> None:
+        """From now on have `embedder` say what held blocks of this identity speak of; see `neighbours`.
+
+        text_of_tokens: the text of token ids int32 [n], the tokenizer's decoding. Both are called by a background
+        thread, and what they raise costs only neighbours. Vectors are kept in the directory, by `flush` and `close`,
+        and made anew where another embedder made them. A second call with the same embedder changes nothing.
+        """
+        with self._lock():
+            before = self._namespace.semantics
+            if before is not None and before.embedder.digest == embedder.digest:
+                return
+            path = None
+            if self._shared.directory is not None and self._tiers.cold is not None:
+                path = self._shared.directory.vectors_file(self._digest)
+            semantics = Semantics(embedder, text_of_tokens, path, self.block_tokens)
+            self._namespace.use_semantics(semantics)
+        if before is not None:
+            before.close()
+
+    def neighbours(self, query: str | ArrayLike, k: int = 16) -> list[Neighbour]:
+        """The at most `k` held blocks of this identity that speak of what `query` speaks of, nearest first.
+
+        query: a text, or token ids [n]. These are candidates to fetch ahead; what of them a prompt may reuse is a
+        look-up's to say. None without `use_semantics`, and of what the background thread has not come to yet.
+        Raises InvalidTokensError, InvalidRequestError for a `k` below 1.
+        """
+        if k < 1:
+            raise InvalidRequestError(f"at least one neighbour is asked for, got k={k}")
+        asked = query if isinstance(query, str) else _checked(query)
+        with self._lock():
+            semantics = self._namespace.semantics
+        found = semantics.nearest(asked, k) if semantics is not None else []
+        with self._lock():
+            held = [(self._namespace.block(number), similarity) for number, similarity in found]
+        return [Neighbour(block, similarity) for block, similarity in held if block is not None]
 
     # -- administration ---------------------------------------------------------------------------------------------
 
@@ -263,6 +308,15 @@ class KVStore:
         """The same directory, tiers and budgets for another identity; KV of the two never mixes."""
         with self._lock():
             return KVStore(self._shared, identity)
+
+    def under(self, policy: Policy) -> KVStore:
+        """The view in which `policy` finds and keeps KV: one of its own where it may be kept with loss, see `codec`."""
+        wanted = self._tiers.profile.codec
+        if policy == "exact" or wanted not in self.verdict.codecs:
+            wanted = "lossless"
+        if wanted == self.identity.codec:
+            return self
+        return self.view(msgspec.structs.replace(self.identity, codec=wanted))
 
     def invalidate(
         self,
@@ -274,16 +328,23 @@ class KVStore:
     ) -> int:
         """Forget blocks, at once for look-ups, in the tiers as soon as no lease names them; returns how many.
 
-        Exactly one of: `prefix`, all that starts with these tokens, in this identity; `adapter`, all KV made with
-        the adapter of this content digest, in every identity; `older_than`, what no request used for so many
-        seconds, in every identity; `everything`, in every identity.
+        Exactly one of: `prefix`, all that starts with these tokens, in this identity under any codec, and what
+        may do so but lost the block before it; `adapter`, all KV made with the adapter of this content digest, in
+        every identity; `older_than`, what no request used for so many seconds, in every identity; `everything`, in
+        every identity.
+        By a prefix, KV that `put_inexact` kept is not reached: it stands behind no prefix.
         """
         if sum((prefix is not None, adapter is not None, older_than is not None, everything)) != 1:
             raise InvalidRequestError("give exactly one of prefix, adapter, older_than, everything")
         ids = None if prefix is None else _checked(prefix)
         with self._lock():
             if ids is not None:
-                doomed = self._namespace.below(ids)
+                doomed = []
+                for digest in self._under_any_codec:
+                    space = self._tiers.namespace(digest)
+                    seed = None if self._exact else digest
+                    doomed += continuing(space.orphans(), ids, seed, self.block_tokens)
+                    doomed += space.below(ids)
             else:
                 doomed = [
                     block for space in self._tiers.namespaces.values() for block in space.below(_NO_TOKENS)
@@ -297,6 +358,11 @@ class KVStore:
             for block in doomed:
                 self._tiers.drop(block)
             self._tiers.counts["invalidated"] += len(doomed)
+            spaces = {block.namespace for block in doomed}
+            if everything:
+                spaces.update(self._tiers.namespaces.values())
+        for space in spaces:
+            self._forget_vectors(space)
         return len(doomed)
 
     def promote(self, match: Match, to: Literal["warm", "hot"] = "hot") -> None:
@@ -326,17 +392,57 @@ class KVStore:
     def stats(self) -> Stats:
         """Budgets and use of each tier, counters, and why things were refused or missed."""
         with self._lock():
-            return collect(self._tiers, self._shared.worker)
+            return collect(self._tiers, self._shared.worker, self._namespace, self._shared.verdicts)
 
-    def explain(self, tokens: ArrayLike) -> explanation.Explanation:
-        """Where each of `tokens` would come from, and why not from somewhere nearer. Changes nothing."""
+    def served(self, *, prefix: int, moved: int, recomputed: int, computed: int) -> None:
+        """Count what became of the tokens of a prompt, for `stats`; an engine says it once it has computed it."""
+        with self._lock():
+            counts = self._tiers.counts
+            counts["requests"] += 1
+            counts["tokens_prefix"] += prefix
+            counts["tokens_moved"] += moved
+            counts["tokens_recomputed"] += recomputed
+            counts["tokens_computed"] += computed
+
+    def explain(
+        self,
+        tokens: ArrayLike,
+        policy: Policy = "careful",
+        *,
+        boundaries: Sequence[int] = (),
+        costs: CallCosts | None = None,
+        layer_groups: int = 1,
+    ) -> explanation.Explanation:
+        """Where each of `tokens` would come from under `policy`, and why not from nearer. Changes nothing.
+
+        boundaries: as in `lookup`. costs: what graph calls over this prompt's context cost (`engine.costs`); with
+        them the answer is what a request that comes now does (`Session.explain` gives them), without them what the
+        engine decides by its costs stays open. layer_groups: into how many the engine's graphs are split.
+        Raises InvalidTokensError.
+        """
+        if (view := self.under(policy)) is not self:
+            return view.explain(tokens, policy, boundaries=boundaries, costs=costs, layer_groups=layer_groups)
         ids = _checked(tokens)
         with self._lock():
-            found, reached = self._namespace.match(ids)
-            blocks, length = self._usable(ids, found, reached)
-            reason = EXACT_ONLY if length < reached else None
+            path, reached = self._namespace.match(ids)
+            blocks, length = self._usable(ids, path, reached)
+            runs, near = list[MovedRun](), list[MovedRun]()
+            if length < len(ids) and not self._exact:
+                runs = self._namespace.moved(ids, length, boundaries)
+                near = self._namespace.moved(ids, length, boundaries, shortest=SHORTEST // 2)
+            stopped = EXACT_ONLY if length < reached else None
+            speed = None if self._exact else self._tiers.flash.bytes_per_second()
+            found = explanation.Found(blocks, length, runs, near, stopped, self.shift_refused, speed)
             return explanation.explain(
-                ids, blocks, length, self._namespace, self._tiers, self.identity, reason
+                ids,
+                found,
+                self._namespace,
+                self._tiers,
+                self.identity,
+                self.verdict,
+                policy,
+                costs,
+                layer_groups,
             )
 
     def check(self) -> None:
@@ -350,6 +456,8 @@ class KVStore:
             if self._tiers.closed:
                 return
             self._tiers.closed = True
+        for semantics in self._tiers.semantics():
+            semantics.close()
         self._shared.worker.close()
         self._shared.pool.shutdown(wait=True)
         self._tiers.close()
@@ -361,6 +469,14 @@ class KVStore:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _forget_vectors(self, space: Namespace) -> None:
+        """Leave no vector of what was invalidated on flash. Those of the rest are written with the next flush."""
+        with contextlib.suppress(OSError):
+            if space.semantics is not None:
+                space.semantics.delete_file()
+            elif self._shared.directory is not None:
+                self._shared.directory.vectors_file(space.digest).unlink(missing_ok=True)
 
     def _digests_with(self, adapter: str) -> set[bytes]:
         """Identity digests whose adapters include this one, as far as their description is known."""
@@ -379,9 +495,12 @@ class KVStore:
         if self._tiers.closed:
             raise StoreClosedError("this store was closed; open it again")
 
-    def _lock(self) -> Any:
+    @contextlib.contextmanager
+    def _lock(self) -> Iterator[None]:
         self._open()
-        return self._tiers.lock
+        with self._tiers.lock:
+            self._tiers.reap()
+            yield
 
 
 _NO_TOKENS = np.empty(0, dtype=np.int32)

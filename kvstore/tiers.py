@@ -13,15 +13,17 @@ file operations outside it, on blocks that are held by a lease meanwhile.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.prefetch.eviction import LeafFirstLru
+from kvstore.prefetch.load_or_recompute import Throughput
 
 from .block import Block, Residence
 from .cold import ColdTier
@@ -32,6 +34,9 @@ from .memory import MemoryTier
 from .namespace import Namespace
 from .profile import Profile
 from .record import BadRecordError, NotNowError, RecordReader
+from .semantics import Semantics
+
+log = logging.getLogger(__name__)
 
 
 class Tiers:
@@ -49,14 +54,22 @@ class Tiers:
         """Why something was not stored, by reason."""
         self.misses: Counter[str] = Counter()
         """Why something held could not be used, by reason."""
+        self.flash = Throughput()
+        """How fast loads bring KV from flash into place."""
         self.closed = False
-        self.leased = 0
+        self.abandoned: deque[list[Block]] = deque()
+        """What leases held that were collected without a release; `reap` gives it back. Appended to by any thread."""
+        self.leased: Counter[str] = Counter()
+        """Blocks of each tier that a lease names."""
+        self._aside = 0  # records of dropped blocks that wait for a lease to end
         self._order = {"hot": LeafFirstLru(), "warm": LeafFirstLru(), "cold": LeafFirstLru()}
         self._next_number = 0
         self.cold: ColdTier | None = None
         if directory is not None and profile.cold_bytes:
             try:
-                self.cold = ColdTier(directory, profile.cold_bytes, profile.block_tokens)
+                self.cold = ColdTier(
+                    directory, profile.cold_bytes, profile.block_tokens, profile.cold_bytes_per_day
+                )
             except OSError as error:
                 raise DirectoryUnusableError(f"{directory.path} cannot be read: {error}") from error
             self._load_rows(self.cold)
@@ -72,6 +85,12 @@ class Tiers:
             found = self.namespaces[digest] = Namespace(digest, self.profile.block_tokens)
         return found
 
+    def semantics(self) -> list[Semantics]:
+        """Of every identity that has an embedder."""
+        with self.lock:
+            spaces = self.namespaces.values()
+            return [space.semantics for space in spaces if space.semantics is not None]
+
     def new_number(self) -> int:
         self._next_number += 1
         return self._next_number
@@ -82,7 +101,7 @@ class Tiers:
         """Keep blocks from being moved or dropped. `used` says that a request reads them, which keeps them young."""
         for block in blocks:
             if block.leases == 0:
-                self.leased += 1
+                self._count_leased(block, 1)
             block.leases += 1
         if used:
             path = [block.number for block in blocks]
@@ -98,10 +117,23 @@ class Tiers:
         for block in blocks:
             block.leases -= 1
             if block.leases == 0:
-                self.leased -= 1
+                self._count_leased(block, -1)
                 if block.doomed:
                     self._free(block)
         self.changed.notify_all()
+
+    def reap(self) -> None:
+        """Give back what abandoned leases held. Apart from their collection, which may come within any other step."""
+        while self.abandoned:
+            blocks = self.abandoned.popleft()
+            self.release(blocks)
+            if blocks:
+                self.counts["leases_abandoned"] += 1
+                log.warning("a lease of %d blocks was never released; use `with`", len(blocks))
+
+    def held(self, name: str) -> int:
+        """How many blocks lie in the tier `name`."""
+        return len(self._order[name]) + (self._aside if name == "cold" else 0)
 
     # -- adding and dropping ------------------------------------------------------------------------------------
 
@@ -109,6 +141,7 @@ class Tiers:
         """Room in warm memory, made by evicting where needed; None when all of it is held or waits for flash."""
         if nbytes > self.warm.largest_arena:
             return None
+        self.reap()
         while (extent := self.warm.allocate(nbytes)) is None:
             victim = self._order["warm"].victim(self._may_leave_memory)
             if victim is None:
@@ -148,6 +181,7 @@ class Tiers:
             return
         block.memory = residence
         self._order[residence.tier.name].insert(block.number)
+        self.leased[residence.tier.name] += block.leases > 0
 
     def give_back(self, residence: Residence) -> None:
         """Free memory that no block came to own."""
@@ -176,6 +210,7 @@ class Tiers:
             ("position", header.start == block.start),
             ("tokens", np.array_equal(header.token_ids(), block.tokens)),
             ("shape", sum(frame.raw_length for frame in header.frames) == block.nbytes),
+            ("codec", header.lossless or block.namespace.codec != "lossless"),
         ):
             if not same:
                 reader.close()
@@ -195,6 +230,7 @@ class Tiers:
         if self.cold is not None and block.cold_bytes and not block.aside:
             self.cold.quarantine(block.key, block.cold_bytes, error.reason)
             block.cold_bytes = 0
+            self.leased["cold"] -= block.leases > 0
             self._order["cold"].remove(block.number)
         self.drop(block)
 
@@ -218,6 +254,7 @@ class Tiers:
             return
         block.cold_bytes = size
         self._order["cold"].insert(block.number)
+        self.leased["cold"] += block.leases > 0
         if block.tail is not None:
             self._discard(block.tail)
             block.tail = None
@@ -287,6 +324,7 @@ class Tiers:
     def check(self) -> None:
         """Raise AssertionError unless every tier's accounting adds up."""
         with self.lock:
+            self._check_counts()
             for tier in (self.hot, self.warm):
                 tier.check()
                 held = sum(
@@ -312,6 +350,26 @@ class Tiers:
             self.cold.close(self.rows())
 
     # -- inside --------------------------------------------------------------------------------------------------
+
+    def _count_leased(self, block: Block, by: int) -> None:
+        if block.memory is not None:
+            self.leased[block.memory.tier.name] += by
+        if block.cold_bytes:
+            self.leased["cold"] += by
+
+    def _check_counts(self) -> None:
+        held, leased = Counter[str](), Counter[str]()
+        for block in self.blocks.values():
+            tiers = [block.memory.tier.name] if block.memory is not None else []
+            for name in [*tiers, *(["cold"] if block.cold_bytes else [])]:
+                held[name] += 1
+                leased[name] += block.leases > 0
+        for name in self._order:
+            if (held[name], leased[name]) != (self.held(name), self.leased[name]):
+                raise AssertionError(
+                    f"{name}: {held[name]} blocks, {leased[name]} of them leased; counted are {self.held(name)} "
+                    f"and {self.leased[name]}"
+                )
 
     def _memory(self, name: str, budget: int, *, pin: bool) -> MemoryTier:
         profile = self.profile
@@ -377,6 +435,7 @@ class Tiers:
         elif block.cold_bytes and self.cold is not None:
             self._order["cold"].remove(block.number)
             block.aside = True
+            self._aside += 1
             self.cold.set_aside(block.key, block.number)
 
     def _free(self, block: Block) -> None:
@@ -389,6 +448,7 @@ class Tiers:
             self._order["cold"].remove(block.number)
             if block.aside:
                 self.cold.remove_aside(block.number, block.cold_bytes)
+                self._aside -= 1
             else:
                 self.cold.remove(block.key, block.cold_bytes)
             block.cold_bytes = 0
@@ -448,6 +508,8 @@ class Tiers:
                 old.tier.release(old.extent)
                 block.memory = room
                 self._order[room.tier.name].insert(block.number)
+                self.leased[old.tier.name] -= 1
+                self.leased[room.tier.name] += 1
                 self.counts[f"moved_{old.tier.name}_{room.tier.name}"] += 1
             else:
                 self.give_back(room)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from .graphs import EMPTY, Form
 from .kv_allocation import KvAllocation
-from .runtime import CompiledGraph
+from .runtime import CompiledGraph, Tensors
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +27,7 @@ class Call:
 class BoundCall:
     """The graphs of one (C, S), one for each layer group, bound to one allocation.
 
-    `attention` float32 [size, slots] takes that output of the last graph, when it has it.
+    `more` takes further outputs of the last graph, where it has them.
     The KV is bound where it lies; only the few numbers that say which tokens to compute are copied for each run.
     """
 
@@ -40,7 +40,7 @@ class BoundCall:
         size: int,
         hidden: int,
         form: Form,
-        attention: NDArray[np.float32] | None = None,
+        more: Tensors | None = None,
     ) -> None:
         # Not `kv` itself, which can then be freed while calls are bound to its memory.
         self._slot_positions, self._padding_slot = kv.slot_positions, kv.padding_slot
@@ -69,8 +69,8 @@ class BoundCall:
                 }
                 tensors |= {f"{name}_out": array for name, array in new.items()}
                 self._new.append(new)
-            if attention is not None and layers == layer_groups[-1]:
-                tensors["attention"] = attention
+            if layers == layer_groups[-1]:
+                tensors |= more or {}
             self._bindings.append(graph.bind(tensors))
 
     def run(self, group: int, call: Call, hidden: NDArray[np.float32] | None) -> NDArray[np.float32]:

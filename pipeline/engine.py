@@ -27,6 +27,7 @@ from .call import BoundCall, Call
 from .graphs import EMPTY, Form, KvDtype, head_graph, layer_graph
 from .kv_allocation import ContextExceeded, KvAllocation
 from .onnx_runtime import OnnxRuntime
+from .recompute import PROBED
 from .runtime import CompiledGraph, NpuRuntime
 from .schedule import CallCosts, CostTable
 from .weights import open_weights
@@ -36,6 +37,9 @@ CONTEXTS = (512, 1024, 2048, 4096)
 
 _IDLE_ALLOCATIONS = 2  # kept of each context length
 _HEAD_ROWS = 16  # logits of many tokens at once are computed by blocks of so many
+
+
+_KeysValues = tuple[NDArray[np.float32], NDArray[np.float32]]
 
 
 class InvalidTokens(ValueError):
@@ -104,13 +108,17 @@ class StaticGraphEngine:
         self._parts: dict[tuple[int, int], list[CompiledGraph]] = {}
         self._heads: dict[int, CompiledGraph] = {}
         self._costs = CostTable(self.weights.folder / f"costs-{kv_dtype}-{form}-{groups}.json")
-        third, layers = self.config.layers // 3, self.config.layers
-        middle = range(third, max(layers - third, third + 1))
+        begin, end = (int(share * self.config.layers) for share in PROBED)
+        middle = range(begin, max(end, begin + 1))
         self._probe_layers = [part for part in (range(middle.start), middle) if part]
         self._probe_parts: dict[tuple[int, int], list[CompiledGraph]] = {}
         self._probes: WeakKeyDictionary[KvAllocation, dict[int, tuple[BoundCall, NDArray[np.float32]]]] = (
             WeakKeyDictionary()
         )
+        self._peeks: WeakKeyDictionary[KvAllocation, dict[int, tuple[BoundCall, _KeysValues]]] = (
+            WeakKeyDictionary()
+        )
+        self._peek_parts: dict[tuple[int, int], CompiledGraph] = {}
         self._idle: dict[int, list[KvAllocation]] = {}
         self._bound: WeakKeyDictionary[KvAllocation, dict[int, BoundCall]] = WeakKeyDictionary()
 
@@ -247,12 +255,15 @@ class StaticGraphEngine:
         kv: KvAllocation,
         logits_of: Sequence[int] = (),
         before_group: Callable[[int], None] | None = None,
+        before_call: Callable[[int, int], None] | None = None,
     ) -> NDArray[np.float32]:
         """Run calls whose positions ascend from each to the next, layer group by layer group.
 
-        before_group(g) is called before the first call reads the KV of group g. `logits_of` numbers tokens through
-        all calls (negative: from the end); returns their logits, float32 [len(logits_of), vocab].
-        Raises InvalidTokens and ContextExceeded before anything is changed. Raises what before_group raises; then
+        before_group(g) is called before the first call reads the KV of group g, before_call(g, p) before a call reads
+        that of tokens up to position p: one call may run while what later ones see is still on its way. `logits_of`
+        numbers tokens through all calls (negative: from the end); returns their logits, float32
+        [len(logits_of), vocab].
+        Raises InvalidTokens and ContextExceeded before anything is changed. Raises what these two raise; then
         some layers hold the new tokens and others do not, so the allocation is left empty.
         """
         self._check(calls, kv)
@@ -265,6 +276,8 @@ class StaticGraphEngine:
                 if before_group:
                     before_group(group)
                 for number, call in enumerate(calls):
+                    if before_call:
+                        before_call(group, int(call.positions[-1]))
                     bound = self._bind(kv, call.size)  # may compile, which is no cost of the call
                     begun = time.perf_counter()
                     hidden[number] = bound.run(group, call, hidden[number])
@@ -286,12 +299,18 @@ class StaticGraphEngine:
         return self._logits(np.concatenate(rows)[list(logits_of)])
 
     def probe(
-        self, token_ids: ArrayLike, positions: ArrayLike, slots: ArrayLike, kv: KvAllocation
+        self,
+        token_ids: ArrayLike,
+        positions: ArrayLike,
+        slots: ArrayLike,
+        kv: KvAllocation,
+        before_layers: Callable[[int], None] | None = None,
     ) -> NDArray[np.float32]:
         """How much these tokens, taken as a question, attend to what each slot holds: float32 [slots of kv].
 
-        Softmax probabilities summed over the tokens, all heads and the middle third of the layers (as telling as the
-        later half, measured, and the last third need not run). Their KV is written to their slots, for these layers.
+        Softmax probabilities summed over the tokens, all heads and the layers in the middle that `PROBED` names; those
+        behind them need not run. Their KV is written to their slots, for the layers that ran.
+        before_layers(stop) is called before the KV of layers below `stop` is read; what it raises is raised.
         Raises InvalidTokens and ContextExceeded before anything is changed; no more tokens than the largest size.
         """
         ids, at, into = (
@@ -309,10 +328,45 @@ class StaticGraphEngine:
             self._probes[kv][size] = self._bind_probe(kv, size, attention), attention
         bound, attention = self._probes[kv][size]
         hidden = None
-        for part in range(len(self._probe_layers)):
+        for part, layers in enumerate(self._probe_layers):
+            if before_layers:
+                before_layers(layers.stop)
             hidden = bound.run(part, call, hidden)
         seen: NDArray[np.float32] = attention[: len(ids)].sum(axis=0)
         return seen
+
+    def deviation(
+        self,
+        token_ids: ArrayLike,
+        positions: ArrayLike,
+        slots: ArrayLike,
+        kv: KvAllocation,
+        before_layers: Callable[[int], None] | None = None,
+    ) -> NDArray[np.float32]:
+        """How far the second layer's keys and values in these slots are from what they would be here: float32 [tokens].
+
+        Sums of squared differences, as CacheBlend takes them (arXiv 2405.16444, section 4). The first layer is computed
+        for all these tokens and its KV is written; it depends on no context, so tokens whose KV was held keep it. The
+        second layer's is compared and left alone. Tokens that were not held belong among them where others follow.
+        before_layers(stop) is called before the KV of layers below `stop` is read; what it raises is raised.
+        Raises InvalidTokens and ContextExceeded before anything is changed; ValueError for a model of one layer.
+        """
+        if self.config.layers < 2:
+            raise ValueError("deviation is that of the second layer; the model has one")
+        calls = self.plan(token_ids, positions, slots, kv)
+        self._check(calls, kv)
+        for call in calls:
+            kv.slot_positions[call.slots] = call.positions
+        if before_layers:
+            before_layers(2)
+        found = []
+        for call in calls:
+            bound, fresh = self._bind_peek(kv, call.size)
+            bound.run(0, call, None)
+            held = kv.keys[1][:, call.slots], kv.values[1][:, call.slots]
+            apart = (each[:, : len(call.slots)] - old for each, old in zip(fresh, held, strict=True))
+            found.append(sum(np.square(each).sum(axis=(0, 2)) for each in apart))
+        return np.concatenate(found, dtype=np.float32)
 
     def costs(self, slots: int) -> CallCosts:
         """Measured cost of a call of each size over `slots` slots; measured now if this device never did."""
@@ -417,8 +471,38 @@ class StaticGraphEngine:
             size=size,
             hidden=self.config.hidden,
             form=self.form,
-            attention=attention,
+            more={"attention": attention},
         )
+
+    def _bind_peek(self, kv: KvAllocation, size: int) -> tuple[BoundCall, _KeysValues]:
+        """The first layer, and the arrays that get the second one's keys and values."""
+        bound = self._peeks.setdefault(kv, {})
+        if size not in bound:
+            layers = range(1)
+            if (size, kv.slots) not in self._peek_parts:
+                graph = layer_graph(
+                    self.weights,
+                    tokens=size,
+                    slots=kv.slots,
+                    layers=layers,
+                    kv_dtype=self.kv_dtype,
+                    form=self.form,
+                    peek=True,
+                )
+                self._peek_parts[size, kv.slots] = self.runtime.compile(graph)
+            shape = (self.config.kv_heads, size, self.config.head_dim)
+            keys, values = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+            call = BoundCall(
+                [self._peek_parts[size, kv.slots]],
+                [layers],
+                kv,
+                size=size,
+                hidden=self.config.hidden,
+                form=self.form,
+                more={"next_keys": keys, "next_values": values},
+            )
+            bound[size] = call, (keys, values)
+        return bound[size]
 
     def _logits(self, hidden: NDArray[np.float32]) -> NDArray[np.float32]:
         """[n, hidden] → [n, vocab]: one by one for a few rows, else by blocks."""

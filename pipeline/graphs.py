@@ -23,6 +23,9 @@ put into their slots.
 With `attention`, a further output `attention` float32 [C, S]: the softmax probabilities with which each token reads
 each slot, summed over heads and the layers of the part. It says which held tokens a question is about.
 
+With `peek`, two further outputs `next_keys` and `next_values` float32 [kv_heads, C, head_dim]: those of the layer after
+the part, rotated as in the KV. They say where what that layer holds is not what it would compute now.
+
 Only standard operators of opset 21 are used. Attention is MatMul, Add, Softmax, MatMul: the Attention operator of
 opset 23 was no faster on ONNX Runtime CPU (C = 16, 64, 256 at S = 1024), and the explicit form leaves the
 probabilities open, which selection by attention needs as a further output. Query heads that share a KV head form one
@@ -75,9 +78,10 @@ def layer_graph(
     kv_dtype: KvDtype = "float32",
     form: Form = "in_place",
     attention: bool = False,
+    peek: bool = False,
 ) -> Graph:
     """Graph of consecutive `layers` for `tokens` (C) tokens over `slots` (S) slots; see the top of this file."""
-    return _LayerGraph(weights, tokens, slots, layers, kv_dtype, form, attention).build()
+    return _LayerGraph(weights, tokens, slots, layers, kv_dtype, form, attention, peek).build()
 
 
 def head_graph(weights: Weights, rows: int) -> Graph:
@@ -182,11 +186,12 @@ class _LayerGraph:
         kv_dtype: KvDtype,
         form: Form,
         attention: bool,
+        peek: bool,
     ) -> None:
         self.c = weights.config
         self.b = _Builder(weights)
         self.weights, self.tokens, self.slots, self.layers = weights, tokens, slots, layers
-        self.kv_dtype, self.form = kv_dtype, form
+        self.kv_dtype, self.form, self.peek = kv_dtype, form, peek
         self.sums: list[str] | None = [] if attention else None  # of each layer, [C, keys]
         self.kv_type = TensorProto.FLOAT if kv_dtype == "float32" else TensorProto.FLOAT16
 
@@ -218,8 +223,15 @@ class _LayerGraph:
         if self.sums is not None:
             b.op("Slice", [b.op("Sum", self.sums), b.ints(0), b.ints(self.slots), b.ints(1)], out="attention")
             b.output("attention", TensorProto.FLOAT, [self.tokens, self.slots])
+        if self.peek:
+            norm = b.weight(f"layers.{last + 1}.attention_norm")
+            _, *new = self._project(last + 1, b.rms_norm("hidden_out", norm, c.norm_eps))
+            for kind, value in zip(("keys", "values"), new, strict=True):
+                b.op("Identity", [value], out=f"next_{kind}")
+                b.output(f"next_{kind}", TensorProto.FLOAT, [c.kv_heads, self.tokens, c.head_dim])
         name = f"layers-{first}-{last}-c{self.tokens}-s{self.slots}-{self.kv_dtype}-{self.form}"
         name += "" if self.sums is None else "-attention"
+        name += "-peek" if self.peek else ""
         return Graph(name, b.model(name.replace("-", "_")), self.weights)
 
     def _mask(self) -> str:
@@ -255,19 +267,9 @@ class _LayerGraph:
 
     def _attention(self, layer: int, normed: str) -> str:
         """[C, hidden] → [C, heads * head_dim], before the output projection."""
-        b, c, name = self.b, self.c, f"layers.{layer}"
+        b, c = self.b, self.c
         group = c.heads // c.kv_heads
-        qkv = b.op("MatMul", [normed, b.weight(f"{name}.qkv")])
-        if c.qkv_bias:
-            qkv = b.op("Add", [qkv, b.weight(f"{name}.qkv_bias")])
-        qkv = b.op("Transpose", [b.reshape(qkv, self.tokens, -1, c.head_dim)], perm=[1, 0, 2])
-        if c.qk_norm:
-            q, k, v = b.split(qkv, 0, c.heads, c.kv_heads, c.kv_heads)
-            q = self._rotate(b.rms_norm(q, b.weight(f"{name}.query_norm"), c.norm_eps))
-            k = self._rotate(b.rms_norm(k, b.weight(f"{name}.key_norm"), c.norm_eps))
-        else:
-            qk, v = b.split(qkv, 0, c.heads + c.kv_heads, c.kv_heads)
-            q, k = b.split(self._rotate(qk), 0, c.heads, c.kv_heads)
+        q, k, v = self._project(layer, normed)
         keys, values = self._extend(f"k{layer}", k), self._extend(f"v{layer}", v)
 
         q = b.reshape(q, c.kv_heads, group * self.tokens, c.head_dim)
@@ -279,6 +281,22 @@ class _LayerGraph:
         probabilities = b.reshape(probabilities, c.kv_heads, group * self.tokens, -1)
         attended = b.reshape(b.op("MatMul", [probabilities, values]), c.heads, self.tokens, c.head_dim)
         return b.reshape(b.op("Transpose", [attended], perm=[1, 0, 2]), self.tokens, -1)
+
+    def _project(self, layer: int, normed: str) -> tuple[str, str, str]:
+        """[C, hidden] → queries [heads, C, head_dim], keys and values [kv_heads, C, head_dim], rotated."""
+        b, c, name = self.b, self.c, f"layers.{layer}"
+        qkv = b.op("MatMul", [normed, b.weight(f"{name}.qkv")])
+        if c.qkv_bias:
+            qkv = b.op("Add", [qkv, b.weight(f"{name}.qkv_bias")])
+        qkv = b.op("Transpose", [b.reshape(qkv, self.tokens, -1, c.head_dim)], perm=[1, 0, 2])
+        if c.qk_norm:
+            q, k, v = b.split(qkv, 0, c.heads, c.kv_heads, c.kv_heads)
+            q = self._rotate(b.rms_norm(q, b.weight(f"{name}.query_norm"), c.norm_eps))
+            k = self._rotate(b.rms_norm(k, b.weight(f"{name}.key_norm"), c.norm_eps))
+        else:
+            qk, v = b.split(qkv, 0, c.heads + c.kv_heads, c.kv_heads)
+            q, k = b.split(self._rotate(qk), 0, c.heads, c.kv_heads)
+        return q, k, v
 
     def _rotate(self, heads: str) -> str:
         """RoPE over [n, C, head_dim] with pairs (i, i + head_dim/2)."""

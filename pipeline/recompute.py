@@ -12,6 +12,12 @@ anyway (see `select`). A repair sees positions and evidence, never KV.
                         2024, arXiv 2405.16444, section 4)
     Both(a, b)          what a needs, then b's ranking
     Everything          every token; equals prefill exactly
+
+Tried on SmolLM2-135M and left out, against one of these at as many tokens (log of the ratio of KL over 16 tokens, mean
+and standard error over paired prompts): the last k of each run, or first and last, no better than no more than the
+first; more of the runs nearest to the question -0.10 +- 0.05 on made-up prompts, worse on real ones (n = 7); choosing
+in two rounds -0.06 for a second probe; letting the chosen tokens join at half depth, which saves the probe, takes 15 %
+to equal 10 %; single tokens every so often, or random ones, do nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +28,12 @@ from typing import NamedTuple, Protocol
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
+
+PROBED = 2 / 5, 8 / 15
+"""Which layers' attention `Attended` goes by, as shares of the depth; a probe stops behind them.
+
+Measured over 450-token prompts of SmolLM2-135M: as telling as the middle third or the later half of the layers.
+"""
 
 Positions = NDArray[np.int64]
 

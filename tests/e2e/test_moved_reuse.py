@@ -158,6 +158,21 @@ def test_the_last_token_is_computed_even_when_a_run_covers_it(engine: StaticGrap
         assert done.moved + done.recomputed == 69
 
 
+def test_the_end_of_the_question_is_computed_even_when_it_is_held(engine: StaticGraphEngine) -> None:
+    first, _ = two_prompts(engine)
+    prompt = np.concatenate([some(engine, 11, 13), first[85:155]])  # ends inside a held passage
+    with opened(None, engine) as store:
+        Session(engine, store, "exact").generate(first, 1)
+        done = prefill(engine, store, prompt, engine.allocate(len(prompt)), Attended(0.2))
+        assert done.computed == 13 + 16
+        assert done.moved + done.recomputed == 70 - 16
+        assert {
+            span.reason: span.length
+            for span in store.explain(prompt, "careful").spans
+            if "question" in (span.reason or "")
+        } == {"the end of the question is computed, to see what it attends to": 16}
+
+
 def test_damage_in_a_moved_run_is_computed_instead(tmp_path: Path, engine: StaticGraphEngine) -> None:
     first, second = two_prompts(engine)
     with opened(tmp_path / "kv", engine) as store:

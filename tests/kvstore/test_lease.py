@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -454,3 +455,39 @@ def test_slots_that_do_not_fit_are_refused(
     with pytest.raises(error, match=text):
         store.put(other, known_kv(other, store.identity), slots=slots)
     assert store.lookup(other).length == 0
+
+
+def test_a_lease_that_nobody_released_gives_back_what_it_held(store: KVStore) -> None:
+    """Blocks pinned for ever by a request that was dropped half-way."""
+    tokens = prompt(1, 50)
+    put(store, tokens)
+    quiet(store)
+    lease = store.lease(store.lookup(tokens))
+    groups = lease.layer_groups(empty(50))
+    next(groups)
+    assert store.invalidate(prefix=tokens[:1]) == 4
+    assert store.stats().warm.blocks == 4
+    del lease, groups
+    gc.collect()
+    stats = store.stats()
+    assert (stats.warm.blocks, stats.hot.leased, stats.warm.leased, stats.cold.leased) == (0, 0, 0, 0)
+    assert stats.counts["leases_abandoned"] == 1
+    store.check()
+
+
+def test_a_lease_that_was_released_is_not_abandoned(store: KVStore) -> None:
+    put(store, prompt(1, 50))
+    store.lease(store.lookup(prompt(1, 50))).release()
+    gc.collect()
+    assert "leases_abandoned" not in store.stats().counts
+
+
+def test_an_abandoned_lease_makes_room_for_the_next_put() -> None:
+    profile = small_profile(warm_bytes=4 * 4096, hot_bytes=0)
+    with open_store(None, identity=identity(), profile=profile) as store:
+        put(store, prompt(1, 64))
+        lease = store.lease(store.lookup(prompt(1, 64)))
+        assert put(store, prompt(2, 64)).stored == 0
+        del lease
+        gc.collect()
+        assert put(store, prompt(2, 64)).stored == 64

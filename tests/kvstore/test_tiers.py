@@ -27,8 +27,8 @@ def store(tmp_path: Path) -> Iterator[KVStore]:
 
 
 def where(store: KVStore, tokens: np.ndarray) -> list[str]:
-    """The tier that each span of a prompt would come from."""
-    return [span.source for span in store.explain(tokens).spans]
+    """The tier that each span of a prompt would come from; the last token is computed, so one more is asked for."""
+    return [span.source for span in store.explain(np.append(tokens, 0)).spans[:-1]]
 
 
 # -- moves -------------------------------------------------------------------------------------------

@@ -405,6 +405,38 @@ def test_a_code_is_within_half_a_step(case: dict[str, Any], recipe: dict[str, An
     assert np.all(np.abs(decoded - values) <= steps / 2 * (1 + 1e-5) + fp32_rounding)
 
 
+@settings(deadline=None, max_examples=100)
+@given(cases(), st.sampled_from(["channel", "token"]), st.sampled_from([1, 3, 32, 2**62]))
+def test_codes_on_a_given_grid(case: dict[str, Any], per: Any, group: int) -> None:
+    """Within half a step inside the grid, at its ends outside; placed as the values that they stand for."""
+    src, dtype, rng = case["src"], case["options"]["src_dtype"], case["rng"]
+    heads, tokens, channels = src.shape
+    shape = (
+        (heads, -(-tokens // group), channels) if per == "channel" else (heads, tokens, -(-channels // group))
+    )
+    size = float(np.abs(case["values"]).max(initial=1e-3))
+    scales = (size * rng.uniform(0.001, 0.02, shape)).astype(np.float32)
+    offsets = (size * rng.uniform(-1, 0.5, shape)).astype(np.float32)
+    results = []
+    for name in kernels.levels():
+        with on(name):
+            made = kernels.quantise_on(src, scales, offsets, src_dtype=dtype, per=per, group=group)
+            results.append((made.codes.tobytes(), placed(case, made)))
+    assert len({codes for codes, _ in results}) == 1
+    for _, other in results[1:]:
+        assert same(other, results[0][1], case["options"]["dst_dtype"])
+
+    h, t, c = np.indices(src.shape)
+    at = (h, t // group, c) if per == "channel" else (h, t, c // group)
+    steps, lowest = scales[at].astype(np.float64), offsets[at].astype(np.float64)
+    values = np.clip(exact(src, dtype), lowest, lowest + 255 * steps)
+    decoded = made.codes * steps + lowest
+    assert np.all(np.abs(decoded - values) <= steps / 2 * (1 + 1e-3) + 2.0**-22 * size)
+    plain = np.empty(src.shape, np.float32)
+    kernels.place_quantised(made, plain, dst_dtype="float32")
+    assert np.all(np.abs(plain - decoded) <= 2.0**-21 * (np.abs(decoded) + np.abs(lowest)) + 2.0**-149)
+
+
 @settings(deadline=None, max_examples=200)
 @given(cases(), recipes())
 def test_placing_codes_equals_dequantising_then_placing(case: dict[str, Any], recipe: dict[str, Any]) -> None:
@@ -511,6 +543,7 @@ def test_codes_and_scales_that_do_not_fit_are_refused() -> None:
         (TypeError, replace(q8, bits=4)),
         (ValueError, replace(q8, codes=q8.codes[:, :32])),
         (ValueError, replace(q8, codes=q8.codes.transpose(0, 2, 1).copy().transpose(0, 2, 1))),
+        (TypeError, replace(q8, offsets=q8.scales)),
         (ValueError, replace(q4, offsets=None)),
         (ValueError, replace(q4, offsets=q4.offsets[:, :, :1])),
         (ValueError, replace(q4, codes=q4.codes[:, :, :31])),

@@ -1,0 +1,93 @@
+"""What of a choice is computed after all, because flash is slow to bring it just now (`prefetch.load_or_recompute`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from kvstore.pipeline.recompute import AnyRepair
+from kvstore.pipeline.schedule import CallCosts
+from kvstore.prefetch.load_or_recompute import Decision, Held, decide
+
+from .block import Block
+from .choice import Choice, Declined, repairable
+from .moved import SHORTEST, MovedRun, Piece
+
+
+def against_flash(
+    choice: Choice,
+    tokens: int,
+    blocks: Sequence[Block],
+    repair: AnyRepair,
+    costs: CallCosts,
+    bytes_per_second: float | None,
+    groups: int,
+) -> Choice:
+    """`choice` for a prompt of `tokens` tokens, less what is sooner computed than read, and what goes first.
+
+    blocks: those of the prefix. bytes_per_second: of flash as it is now; None, not known yet, loads all. groups: into
+    how many layer groups the engine's graphs are split.
+    """
+    prefix = [
+        Piece(block, 0, min(block.length, choice.prefix - block.start), block.start)
+        for block in blocks
+        if block.start < choice.prefix
+    ]
+    moved = [piece for run in choice.runs for piece in run.pieces]
+    held = [
+        Held(piece.target, piece.length, _on_flash(piece.block), is_moved, piece.block.number)
+        for pieces, is_moved in ((prefix, False), (moved, True))
+        for piece in pieces
+    ]
+    if bytes_per_second is None or not any(piece.nbytes for piece in held):
+        return choice
+    speed = bytes_per_second
+    decision = decide(
+        tokens,
+        held,
+        lambda front: repair.least(repairable(_kept(choice.runs, front))),
+        lambda due: costs.cover(due).seconds,
+        lambda nbytes: nbytes / speed,
+        groups,
+    )
+    return _applied(choice, decision)
+
+
+def _applied(choice: Choice, decision: Decision) -> Choice:
+    runs = _kept(choice.runs, decision.front)
+    begin, end = decision.hole
+    prefix, hole = choice.prefix, decision.hole
+    if begin < end == prefix:  # nothing of the prefix is loaded behind it
+        prefix, hole = begin, (0, 0)
+    reason = (
+        f"flash is slow: {decision.seconds * 1e3:.1f} ms in all, {decision.load_all * 1e3:.1f} ms with everything "
+        "loaded"
+    )
+    declined = [Declined(begin, end - begin, reason)] if begin < end else []
+    kept = {piece for run in runs for piece in run.pieces}
+    declined += [
+        Declined(piece.target, piece.length, reason)
+        for run in choice.runs
+        for piece in run.pieces
+        if piece not in kept
+    ]
+    return Choice(prefix, runs, tuple(sorted([*choice.declined, *declined])), hole, decision.ahead)
+
+
+def _kept(runs: Sequence[MovedRun], front: int) -> tuple[MovedRun, ...]:
+    """`runs` without what flash holds before `front`, and without remnants that are too short."""
+    kept = []
+    for run in runs:
+        for wanted, group in groupby(
+            run.pieces, lambda piece: not (piece.target < front and _on_flash(piece.block))
+        ):
+            pieces: tuple[Piece, ...] = tuple(group)
+            length = sum(piece.length for piece in pieces)
+            if wanted and length >= SHORTEST:
+                kept.append(MovedRun(pieces[0].target, length, pieces))
+    return tuple(kept)
+
+
+def _on_flash(block: Block) -> int:
+    """Bytes that only flash holds; 0 for what lies in memory."""
+    return block.cold_bytes if block.memory is None else 0

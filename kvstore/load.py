@@ -1,0 +1,363 @@
+"""One load of a lease, over tiles, (block x layer group), group by group, beside whatever the engine computes.
+
+The engine can start on the first layers while the KV of later ones is still being read. A tile comes from memory or
+from flash; from flash it is checked, decoded into warm memory (so that the next request finds it there) and placed in
+the engine's buffer. A block that goes to several places of the prompt is read once.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.pipeline import kernels
+from kvstore.pipeline.rope import Rope
+from kvstore.pipeline.stages import Flow, FlowStopped
+
+from .block import Block, Residence
+from .buffer import KvBuffer
+from .layout import Dtype
+from .moved import MovedRun, Piece
+from .record import BadRecordError, RecordReader
+from .tiers import Tiers
+
+if TYPE_CHECKING:
+    from .lease import Lease
+
+log = logging.getLogger(__name__)
+
+
+class LoadedGroup(NamedTuple):
+    """One layer group is in the buffer.
+
+    `tokens` is how many tokens of the prefix are good so far, `runs` which moved runs. Both only shrink: when a
+    block turns out to be damaged, a later group says so, and the engine computes those tokens instead.
+    """
+
+    number: int
+    layers: range
+    tokens: int
+    runs: tuple[MovedRun, ...]
+
+
+class Wanted(NamedTuple):
+    """What to load: the first `tokens` tokens and `runs`, for the rest see `Lease.layer_groups`.
+
+    buffer None: into warm memory alone.
+    """
+
+    tokens: int
+    runs: tuple[MovedRun, ...]
+    buffer: KvBuffer | None = None
+    slots: NDArray[np.int64] | None = None
+    computed_from: int | None = None
+    hole: tuple[int, int] = (0, 0)
+    first: int = 0
+
+
+class Load(Iterator[LoadedGroup]):
+    """Under way from when it is made until it is closed: by the last group, `close`, the lease's end, or collection.
+
+    Raises LeaseReleasedError and StoreClosedError.
+    """
+
+    def __init__(self, lease: Lease, tiers: Tiers, pool: Executor, wanted: Wanted) -> None:
+        self._lease = lease
+        self._tiers = tiers
+        self._closed = True  # nothing to close yet
+        self._good = good = _Good(wanted.tokens, wanted.runs)
+        self._groups = lease.blocks[0].namespace.layer_groups if lease.blocks else ()
+        self._given = 0
+        with tiers.lock:
+            lease.check_usable()
+            self._sources = _sources(lease.prefix, wanted, tiers)
+        tiles = [
+            _Tile(group, source)
+            for group in range(len(self._groups))
+            for source in self._sources
+            if source.is_read(group)
+        ]
+        near = [tile for tile in tiles if tile.source.places[0].piece.target < wanted.first]
+        far = [tile for tile in tiles if tile.source.places[0].piece.target >= wanted.first]
+        self._first = len(near)
+        self._ends = [
+            len(near) + sum(tile.group <= group for tile in far) for group in range(len(self._groups))
+        ]
+        self._targets = [
+            [tile.source.places[0].piece.target for tile in far if tile.group == group]
+            for group in range(len(self._groups))
+        ]
+
+        def bring(tile: _Tile) -> None:  # knows nothing of this load, whose collection ends it
+            if good.includes_any(tile.source):
+                bring_tile(tile.group, tile.source, wanted, tiers)
+
+        self._flow = Flow(pool, [*near, *far], bring)
+        self._closed = False
+
+    def __next__(self) -> LoadedGroup:
+        if self._given == len(self._groups):
+            self._lease.check_usable()
+            raise StopIteration
+        number = self._given
+        self._wait(self._ends[number])
+        self._given += 1
+        if self._given == len(self._groups):  # who has the last group need not ask for more
+            self.close()
+        return LoadedGroup(number, self._groups[number], self._good.tokens, self._good.runs)
+
+    def bring_first(self) -> bool:
+        """Wait until what stands before `first` is in place in all layers; whether all of the load is still good."""
+        return self._bring(self._first)
+
+    def bring(self, layer: int, position: int) -> bool:
+        """Wait until what stands up to `position` is in place in all layers before `layer`; the rest as above."""
+        group = next(number for number, layers in enumerate(self._groups) if layers.stop >= layer)
+        behind = len(self._targets[group]) - bisect.bisect_right(self._targets[group], position)
+        return self._bring(self._ends[group] - behind)
+
+    def close(self) -> None:
+        """End the load; what was not given by then is not in the buffer."""
+        if self._closed:
+            return
+        self._closed = True
+        self._flow.stop()
+        self._settle()
+        good = self._good
+        if good.lost or good.tokens < good.wanted:
+            self._lease.shrink(good.tokens if good.tokens < good.wanted else self._lease.length, good.lost)
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _bring(self, count: int) -> bool:
+        self._wait(count)
+        return not self._good.lost and self._good.tokens == self._good.wanted
+
+    def _wait(self, count: int) -> None:
+        self._lease.check_usable()
+        try:
+            failures = self._flow.wait(count)
+        except FlowStopped:
+            self._lease.check_usable()  # says what ended it
+            raise
+        for tile, error in failures:
+            if self._good.includes_any(tile.source):
+                self._lose(tile.source, error)
+
+    def _lose(self, source: _Source, error: Exception) -> None:
+        """A block could not be brought: its tokens are no good any more, nor is the block where it is damaged."""
+        for place in source.places:
+            if self._good.includes(place):
+                self._good.exclude(place, whole=self._lease.whole)
+        with self._tiers.lock:
+            if isinstance(error, BadRecordError):
+                self._tiers.quarantine(source.block, error)
+            else:
+                self._tiers.misses[f"not loaded: {type(error).__name__}"] += 1
+                log.warning("a block was not loaded, its tokens are computed instead", exc_info=error)
+
+    def _settle(self) -> None:
+        """Blocks read whole from flash stay in warm memory; other staging is given back."""
+        read = 0
+        for source in self._sources:
+            if source.reader is not None:
+                read += source.reader.bytes_read
+                source.reader.close()
+        self._lease.bytes_read += read
+        whole = self._given == len(self._groups)
+        with self._tiers.lock:
+            for source in self._sources:
+                if source.staging is None:
+                    continue
+                if whole and self._good.includes_any(source):
+                    self._tiers.settle(source.block, source.staging)
+                else:
+                    self._tiers.give_back(source.staging)
+            self._tiers.counts["bytes_read"] += read
+
+
+class _Place(NamedTuple):
+    """Where a piece of a block goes. `run` is the moved run that it belongs to, None in the prefix."""
+
+    piece: Piece
+    run: MovedRun | None = None
+
+
+@dataclass
+class _Source:
+    """A block while it is being loaded, once for all the places that it goes to."""
+
+    block: Block
+    places: list[_Place]
+    unread: frozenset[int] = frozenset()  # layer groups of which no token to be computed reads anything
+    staging: Residence | None = None
+    raw: NDArray[np.uint8] | None = None
+    reader: RecordReader | None = None
+    opening: threading.Lock = field(default_factory=threading.Lock)
+
+    def is_read(self, group: int) -> bool:
+        """Whether this group of layers is brought: of what goes into warm memory, all are."""
+        return self.staging is not None or group not in self.unread
+
+
+def _sources(prefix: Sequence[Block], wanted: Wanted, tiers: Tiers) -> list[_Source]:
+    """What to load, with room in warm memory for what comes from flash. Called under the lock.
+
+    Of a block used for the first time, flash gives only what is read; one used again is read whole, so that
+    memory serves it from then on.
+    """
+    places = [
+        _Place(Piece(block, 0, min(block.length, wanted.tokens - block.start), block.start))
+        for block in prefix
+        if block.start < wanted.tokens and not wanted.hole[0] <= block.start < wanted.hole[1]
+    ]
+    places += [_Place(piece, run) for run in wanted.runs for piece in run.pieces]
+    sources: dict[int, _Source] = {}
+    for place in places:
+        block = place.piece.block
+        sources.setdefault(block.number, _Source(block, [])).places.append(place)
+    for source in sources.values():
+        block = source.block
+        if wanted.computed_from is not None:
+            source.unread = frozenset.intersection(
+                *(_unread(place.piece, wanted.computed_from) for place in source.places)
+            )
+        if block.memory is not None:
+            source.raw = tiers.raw(block)
+        elif (
+            not (source.unread and block.hits <= 1)
+            and (room := tiers.allocate_warm(block.nbytes)) is not None
+        ):
+            source.staging = room
+            source.raw = room.tier.view(room.extent, block.nbytes)
+    return list(sources.values())
+
+
+def bring_tile(group: int, source: _Source, wanted: Wanted, tiers: Tiers) -> None:
+    """Bring one block's layers of one group to all its places. Runs in the pool. Raises BadRecordError."""
+    with _timed(group, source, tiers):
+        block, namespace = source.block, source.block.namespace
+        frame = namespace.frames(block.length)[group]
+        raw = np.empty(frame.stop - frame.start, dtype=np.uint8) if source.raw is None else source.raw[frame]
+        if source.staging is not None or source.raw is None:
+            with source.opening:
+                if source.reader is None:
+                    source.reader = tiers.open_record(block)
+            source.reader.read(namespace.layout, frame.start, raw)
+        buffer, slots, computed_from = wanted.buffer, wanted.slots, wanted.computed_from
+        if buffer is None:
+            return
+        layout = namespace.layout
+        for layer, key, value in layout.layer_views(raw, namespace.layer_groups[group], block.length):
+            first = 0 if computed_from is None else layout.layers[layer].read_from(computed_from)
+            keys, values = buffer.keys[layer], buffer.values[layer]
+            assert keys is not None, "checked with the buffer"
+            assert values is not None, "checked with the buffer"
+            for piece, _ in source.places:
+                unread = max(0, first - piece.target)
+                if unread >= piece.length:
+                    continue
+                held = slice(piece.offset + unread, piece.offset + piece.length)
+                span = slice(piece.target + unread, piece.target + piece.length)
+                into = _Target(
+                    layout.dtype, span, None if slots is None else np.ascontiguousarray(slots[span], np.int64)
+                )
+                into.place(key[:, held], keys, layout.layers[layer].rope, piece.shift)
+                into.place(value[:, held], values, None, 0)
+
+
+@contextlib.contextmanager
+def _timed(group: int, source: _Source, tiers: Tiers) -> Iterator[None]:
+    """Tell how fast flash is, from reading to the place in the buffer."""
+    block = source.block
+    if source.raw is not None and source.staging is None:
+        yield
+        return
+    nbytes = 0
+    tiers.flash.begin()
+    try:
+        yield
+        frame = block.namespace.frames(block.length)[group]
+        nbytes = block.cold_bytes * (frame.stop - frame.start) // max(1, block.nbytes)
+    finally:
+        tiers.flash.end(nbytes)
+
+
+def _unread(piece: Piece, computed_from: int) -> frozenset[int]:
+    """Layer groups of a piece of which no token at `computed_from` or behind it reads anything."""
+    namespace, end = piece.block.namespace, piece.target + piece.length
+    layers = namespace.layout.layers
+    return frozenset(
+        number
+        for number, group in enumerate(namespace.layer_groups)
+        if all(not layers[at].holds_kv or layers[at].read_from(computed_from) >= end for at in group)
+    )
+
+
+class _Tile(NamedTuple):
+    group: int
+    source: _Source
+
+
+class _Good:
+    """What of a load is good so far."""
+
+    def __init__(self, tokens: int, runs: tuple[MovedRun, ...]) -> None:
+        self.wanted = tokens
+        self.tokens = tokens
+        self.runs = runs
+        self.lost: set[int] = set()
+        """Targets of the runs that are not good."""
+
+    def includes(self, place: _Place) -> bool:
+        return place.piece.target < self.tokens if place.run is None else place.run in self.runs
+
+    def includes_any(self, source: _Source) -> bool:
+        return any(self.includes(place) for place in source.places)
+
+    def exclude(self, place: _Place, *, whole: bool) -> None:
+        if place.run is None:
+            self.tokens = 0 if whole else place.piece.target
+        else:
+            self.lost.add(place.run.target)
+            self.runs = tuple(run for run in self.runs if run is not place.run)
+
+
+class _Target(NamedTuple):
+    """Where tokens go in an engine's arrays: to consecutive slots `span`, or to `slots`."""
+
+    dtype: Dtype
+    span: slice
+    slots: NDArray[np.int64] | None
+
+    def place(self, held: NDArray[Any], into: NDArray[Any], rope: Rope | None, shift: int) -> None:
+        """Copy `held` [heads, tokens, channels] into `into` [heads, slots, channels], turned by `shift` positions."""
+        turned = rope is not None and shift != 0
+        cos, sin = _rotation(rope, shift) if rope is not None and turned else (None, None)
+        kernels.place(
+            held,
+            into if self.slots is not None else into[:, self.span],
+            src_dtype=self.dtype,
+            dst_dtype=self.dtype,
+            cos=cos,
+            sin=sin,
+            pairing="half" if rope is None else rope.pairing,
+            slots=self.slots,
+        )
+
+
+@lru_cache(maxsize=1024)
+def _rotation(rope: Rope, shift: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """cos and sin of a move by `shift` positions; the same for all layers of one geometry."""
+    return rope.table([shift])

@@ -1,0 +1,182 @@
+"""A device that takes the time of another one: an NPU and its flash, at the speeds of a profile, on any machine.
+
+Nothing here is faster or slower than it says by more than the sleep of the operating system is (about 0.1 ms), and
+whatever is measured with it is a simulation: label it so. What really runs underneath, a tiny model and small records,
+has to take less time than what is simulated; then overlap, waiting and cancelling behave as on the device.
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .graphs import Graph
+from .runtime import Binding, CompiledGraph, NpuRuntime, Tensors
+
+CallSeconds = Callable[[int, int], float]
+"""Seconds of a call of C tokens over S slots through all layers, without what the driver takes to launch a graph."""
+
+
+class SimulatedNpu:
+    """An NpuRuntime that takes as long as `seconds` says, of which a graph of n of `layers` layers takes its part.
+
+    The graphs really run on `runtime`, so answers are right; the rest of the time is slept. With `IdleRuntime` nothing
+    runs, and time is all there is. One graph at a time, as on an NPU, also for several threads. Each run of a graph
+    takes `launch_seconds` on top. `busy_seconds` sums what graphs took.
+    """
+
+    def __init__(
+        self,
+        runtime: NpuRuntime,
+        layers: int,
+        seconds: CallSeconds,
+        *,
+        launch_seconds: float = 0.0,
+        name: str = "simulated",
+    ) -> None:
+        self._runtime = runtime
+        self._layers = layers
+        self._seconds = seconds
+        self._launch_seconds = launch_seconds
+        self._lock = threading.Lock()
+        self.name = f"{name}-{runtime.name}"
+        self.busy_seconds = 0.0
+
+    def allocate(self, nbytes: int) -> NDArray[np.uint8]:
+        return self._runtime.allocate(nbytes)
+
+    def prepare(self, example: Graph) -> None:
+        self._runtime.prepare(example)
+
+    def compile(self, graph: Graph) -> CompiledGraph:
+        return _Graph(self, self._runtime.compile(graph))
+
+    def seconds(self, tensors: Tensors) -> float:
+        """What one run of a graph bound to these tensors takes; 0 for one without layers."""
+        layers = sum(re.fullmatch(r"k\d+", name) is not None for name in tensors)
+        if not layers:
+            return 0.0
+        whole = self._seconds(len(tensors["positions"]), len(tensors["slot_positions"]))
+        return self._launch_seconds + whole * layers / self._layers
+
+    def run(self, binding: Binding, seconds: float) -> None:
+        with self._lock:
+            started = time.perf_counter()
+            binding.run()
+            _sleep_until(started + seconds)
+            self.busy_seconds += time.perf_counter() - started
+
+
+class _Graph:
+    def __init__(self, npu: SimulatedNpu, graph: CompiledGraph) -> None:
+        self._npu, self._graph = npu, graph
+
+    def bind(self, tensors: Tensors) -> Binding:
+        return _Binding(self._npu, self._graph.bind(tensors), self._npu.seconds(tensors))
+
+
+class _Binding:
+    def __init__(self, npu: SimulatedNpu, binding: Binding, seconds: float) -> None:
+        self._npu, self._binding, self._seconds = npu, binding, seconds
+
+    def rebind(self, tensors: Tensors) -> None:
+        self._binding.rebind(tensors)
+
+    def run(self) -> None:
+        self._npu.run(self._binding, self._seconds)
+
+
+class IdleRuntime:
+    """An NpuRuntime whose graphs do nothing: what they should write stays as it was."""
+
+    name = "idle"
+
+    def allocate(self, nbytes: int) -> NDArray[np.uint8]:
+        return np.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=np.uint8, count=nbytes)
+
+    def prepare(self, example: Graph) -> None:
+        pass
+
+    def compile(self, graph: Graph) -> CompiledGraph:  # noqa: ARG002 the names are the protocol's
+        return self
+
+    def bind(self, tensors: Tensors) -> Binding:  # noqa: ARG002
+        return self
+
+    def rebind(self, tensors: Tensors) -> None:
+        pass
+
+    def run(self) -> None:
+        pass
+
+
+class SimulatedFlash:
+    """A medium that serves one read after the other, each in the seconds that `seconds` says for its bytes.
+
+    `scale` bytes of the device stand behind each byte that is really read: so a tiny model's records take as long as
+    those of the model that is simulated. Reads of a page are what they are, the head of a record. Any thread may read:
+    a flash part has one command queue, and so has this.
+    `busy_seconds` sums what reads took. `slowdown` may be changed while it serves: a flash that ages or is busy.
+    """
+
+    def __init__(self, seconds: Callable[[int], float], scale: float = 1.0) -> None:
+        self._read_seconds = seconds
+        self._scale = scale
+        self._lock = threading.Lock()
+        self._free_at = 0.0
+        self.slowdown = 1.0
+        self.busy_seconds = 0.0
+
+    def seconds(self, nbytes: int) -> float:
+        """What a read of so many real bytes takes."""
+        scaled = nbytes if nbytes <= mmap.PAGESIZE else round(nbytes * self._scale)
+        return self._read_seconds(scaled) * self.slowdown
+
+    def slow(self, read: Callable[..., int]) -> Callable[..., int]:
+        """`read`, a function that returns how many bytes it read, at the speed of this medium."""
+
+        def slowed(*args: Any) -> int:
+            count = read(*args)
+            with self._lock:
+                begin = max(self._free_at, time.perf_counter())
+                took = self.seconds(count)
+                self._free_at = begin + took
+                self.busy_seconds += took
+                end = self._free_at
+            _sleep_until(end)
+            return count
+
+        return slowed
+
+
+def roofline(
+    tokens_per_second: float,
+    *,
+    weight_bytes: float,
+    memory_bytes_per_second: float,
+    double_at: float = 12_000,
+) -> CallSeconds:
+    """Seconds of a call: what its tokens take to compute, but no less than the weights take to be read once.
+
+    tokens_per_second at an empty context; a call over S slots attends to all of them, so a token costs twice that at
+    S = `double_at`.
+    """
+    least = weight_bytes / memory_bytes_per_second
+
+    def seconds(tokens: int, slots: int) -> float:
+        return max(least, tokens / tokens_per_second * (1 + slots / double_at))
+
+    return seconds
+
+
+def _sleep_until(moment: float) -> None:
+    """By the clock of perf_counter."""
+    while (left := moment - time.perf_counter()) > 0:
+        time.sleep(left)

@@ -1,0 +1,108 @@
+"""Tiles of KV brought in beside the engine, in the order in which its graphs need them.
+
+A tile is one piece of a block in one group of layers. Read, check, decode, turn, place: one thread does all of it for a
+tile, in one go, and two threads take turns: while one waits for flash, the other decodes.
+
+    graphs            ······[ group 0 ][ group 1 ][ group 2 ]
+    thread 1    [0.0 ][0.2 ][1.1 ][2.0 ][2.2 ]
+    thread 2     [0.1 ][1.0 ][1.2 ][2.1 ]                        (group.piece)
+
+So no stage waits in a queue for another, and what is loaded piles up nowhere: a tile ends in the engine's own memory,
+which has room for all of them. In flight are one tile's bytes a thread; that is the bound, and the back-pressure: a
+thread asks for the next tile when it has placed its last.
+
+A thread per stage was the other way. It needs buffers between the stages, and its threads idle: on two cores the
+stages take turns whatever they are called.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from typing import Generic, TypeVar
+
+Tile = TypeVar("Tile")
+
+WIDTH = 2
+"""Tiles in flight: one waits for flash while the other is decoded."""
+
+
+class FlowStopped(RuntimeError):
+    """What was waited for will not come: the flow was stopped, or its pool was shut down."""
+
+
+class Flow(Generic[Tile]):
+    """Does `work` for each of `tiles`, in order, `width` at a time, in the threads of `pool`; begins at once.
+
+    A pool may serve many flows: after each tile the next in line gets its turn. An exception of `work` fails its tile
+    and stops nothing: `wait` says which. Threads may call `stop` while others wait.
+    """
+
+    def __init__(
+        self, pool: Executor, tiles: Sequence[Tile], work: Callable[[Tile], None], width: int = WIDTH
+    ) -> None:
+        self._pool = pool
+        self._tiles = tiles
+        self._work = work
+        self._next = 0
+        self._running: set[int] = set()
+        self._failures: list[tuple[Tile, Exception]] = []
+        self._stopped = False
+        self._changed = threading.Condition()
+        for _ in range(min(width, len(tiles))):
+            self._go_on()
+
+    def wait(self, count: int) -> list[tuple[Tile, Exception]]:
+        """Until the first `count` tiles are done; those that failed since the last wait.
+
+        Raises FlowStopped when the flow was stopped before that.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped or self._done() >= count)
+            if self._done() < count:
+                raise FlowStopped(f"stopped after {self._done()} of {count} tiles")
+            failures, self._failures = self._failures, []
+        return failures
+
+    def stop(self) -> None:
+        """Begin no further tile, and return when none runs any more."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._running)
+
+    def _done(self) -> int:
+        """So many tiles from the first on are done."""
+        return min(self._running, default=self._next)
+
+    def _go_on(self) -> None:
+        if self._next == len(self._tiles):
+            return
+        try:
+            self._pool.submit(self._step)
+        except RuntimeError:  # the pool is shut down
+            with self._changed:
+                self._stopped = True
+                self._changed.notify_all()
+
+    def _step(self) -> None:
+        with self._changed:
+            if self._stopped or self._next == len(self._tiles):
+                return
+            number = self._next
+            self._next += 1
+            self._running.add(number)
+        failure = None
+        try:
+            self._work(self._tiles[number])
+        except Exception as error:  # whatever it was, these tokens can be computed instead
+            failure = error
+        finally:
+            with self._changed:
+                self._running.discard(number)
+                if failure is not None:
+                    self._failures.append((self._tiles[number], failure))
+                self._changed.notify_all()
+            failure = None  # its traceback holds this frame: a cycle that would keep all tiles alive
+        self._go_on()

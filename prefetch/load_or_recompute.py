@@ -1,0 +1,174 @@
+"""Whether KV that lies on flash is loaded or computed again, by speeds measured just now.
+
+Graphs and flash work side by side, so the question is not which is faster but where they meet. A prompt is computed
+from the front while its end is loaded (Cake, Jin et al. 2024, arXiv 2410.03065): what flash holds before `front` is
+computed, what it holds behind is loaded. `front` 0 loads all, at the end of the prompt nothing; in between lies a part.
+
+With C(n) the seconds of graph calls for n tokens, L those of the load, and graphs of `groups` layer groups, each of
+which may start when its layers are in place:
+
+    computing waits for all        T = max(L / groups + C(n),  L + C(n) / groups)
+    a calls for tokens ahead of    T = max(max(C(a), L / groups) + C(n - a),  max(C(a), L) + C(n - a) / groups)
+    all that flash holds go first
+
+The least T over all fronts and both ways wins. Loading all, with nothing ahead, is given up only for a gain that is
+more than noise: then the same prompt is split into the same calls, and gives the same bits, whenever flash is as fast
+as usual.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+WORTH = 0.97
+"""Another way is taken when it needs less than this part of the time."""
+
+_HALF_LIFE = 0.25  # seconds of reading after which what was seen counts half: two requests, or one slow one
+_DOUBT = 30.0  # seconds without a read after which the medium is believed to be twice as fast, up to its best
+
+
+class Throughput:
+    """A running estimate of bytes a second, over the time in which anything was under way. Thread-safe.
+
+    What flash was slow at once would never be asked of it again, and so never be seen to be fast. Therefore an
+    estimate that rests grows, up to the best that was seen.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._active = 0
+        self._since = 0.0  # when the current stretch began
+        self._stretch = 0  # bytes of it
+        self._bytes = self._seconds = self._best = 0.0
+
+    def begin(self) -> None:
+        """Something is under way."""
+        with self._lock:
+            if self._active == 0:
+                self._since = self._clock()
+                self._stretch = 0
+            self._active += 1
+
+    def end(self, nbytes: int) -> None:
+        """It came to an end after `nbytes` bytes; 0 when it failed."""
+        with self._lock:
+            self._active -= 1
+            self._stretch += nbytes
+            if self._active == 0:
+                self._learn(self._clock() - self._since)
+
+    def bytes_per_second(self) -> float | None:
+        """The estimate; None before anything was measured."""
+        with self._lock:
+            if not self._bytes:
+                return None
+            idle = 0.0 if self._active else self._clock() - self._since
+            return min(self._best, self._bytes / self._seconds * math.exp2(min(idle / _DOUBT, 64.0)))
+
+    def _learn(self, seconds: float) -> None:
+        self._since = self._clock()
+        if not self._stretch or seconds <= 0:
+            return
+        kept = 0.5 ** (seconds / _HALF_LIFE)
+        self._bytes = self._bytes * kept + self._stretch
+        self._seconds = self._seconds * kept + seconds
+        self._best = max(self._best, self._bytes / self._seconds)
+
+
+class Held(NamedTuple):
+    """Tokens [start, start + length) of a prompt whose KV is held; `nbytes` have to come from flash for it.
+
+    `moved`: it was captured elsewhere, so what is computed before it is repaired must not build on it. `source`: what
+    is read for it, once for all that has the same; None is a source of its own.
+    """
+
+    start: int
+    length: int
+    nbytes: int
+    moved: bool = False
+    source: int | None = None
+
+
+class Decision(NamedTuple):
+    """What to do about flash.
+
+    hole: of the prefix, [hole[0], hole[1]), one stretch, is computed though it is held. front: of the rest, what flash
+    holds before this position is. ahead: what is to be computed before this position goes first, without waiting for
+    flash.
+    seconds: what that takes, and what it takes to load all and to load nothing of what flash holds.
+    """
+
+    hole: tuple[int, int]
+    front: int
+    ahead: int
+    seconds: float
+    load_all: float
+    load_nothing: float
+
+
+def decide(
+    tokens: int,
+    held: Sequence[Held],
+    repaired: Callable[[int], int],
+    compute: Callable[[int], float],
+    load: Callable[[int], float],
+    groups: int,
+) -> Decision:
+    """The fastest way to prefill `tokens` tokens of which `held`, ascending and disjoint, need not be computed.
+
+    repaired(front): how many moved tokens are computed again when those that flash holds before `front` are not used.
+    compute(n), load(n): seconds of graph calls for n tokens, and to bring n bytes from flash into place.
+    groups: into how many layer groups graphs are split.
+    """
+    cold = [piece for piece in held if piece.nbytes]
+    if not cold:
+        seconds = compute(tokens - sum(piece.length for piece in held) + repaired(0))
+        return Decision((0, 0), 0, 0, seconds, seconds, seconds)
+    ways = [_way(tokens, held, front, repaired, compute, load, groups) for front in _fronts(cold)]
+    load_all, nothing = ways[0][0], ways[-1][0]
+    best = min((way for pair in ways for way in pair), key=lambda way: way.seconds)
+    chosen = best if best.seconds < WORTH * load_all.seconds else load_all
+    return chosen._replace(load_all=load_all.seconds, load_nothing=nothing.seconds)
+
+
+def _fronts(cold: Sequence[Held]) -> list[int]:
+    return [0, *(piece.start + piece.length for piece in cold)]
+
+
+def _way(
+    tokens: int,
+    held: Sequence[Held],
+    front: int,
+    repaired: Callable[[int], int],
+    compute: Callable[[int], float],
+    load: Callable[[int], float],
+    groups: int,
+) -> tuple[Decision, Decision]:
+    """Both ways with this front: waiting for flash with everything, and with what needs it only."""
+    lost = [piece for piece in held if piece.nbytes and piece.start < front and not piece.moved]
+    hole = (lost[0].start, lost[-1].start + lost[-1].length) if lost else (0, 0)
+    kept = [
+        piece
+        for piece in held
+        if (piece.start >= front or not piece.nbytes) and not hole[0] <= piece.start < hole[1]
+    ]
+    due = tokens - sum(piece.length for piece in kept) + repaired(front)
+    reads = {(piece.source, piece.start if piece.source is None else 0): piece.nbytes for piece in kept}
+    seconds = load(sum(reads.values()))
+    limit = min((piece.start for piece in kept if piece.nbytes or piece.moved), default=tokens)
+    first = limit - sum(piece.length for piece in kept if piece.start < limit)
+
+    def way(ahead: int, first: int) -> Decision:
+        before, rest = compute(first), compute(due - first)
+        one = max(before, seconds / groups) + rest
+        all_ = max(before, seconds) + rest / groups
+        return Decision(hole, front, ahead, max(one, all_), 0.0, 0.0)
+
+    if not any(piece.nbytes for piece in kept):
+        return (way(0, 0), way(0, 0))
+    return way(0, 0), way(limit, first)

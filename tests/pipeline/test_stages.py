@@ -1,0 +1,95 @@
+"""A flow of tiles: in order, bounded, ended at once, and no failure of one tile stops another."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore.pipeline.stages import Flow, FlowStopped
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 40), st.integers(1, 4), st.integers(1, 4), st.sets(st.integers(0, 39)), st.data())
+def test_what_was_waited_for_is_done_and_each_failure_told_once(
+    count: int, threads: int, width: int, bad: set[int], data: st.DataObject
+) -> None:
+    lock, done, running, most = threading.Lock(), list[int](), 0, 0
+
+    def work(tile: int) -> None:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        time.sleep(0)
+        with lock:
+            running -= 1
+            done.append(tile)
+        if tile in bad:
+            raise ValueError(tile)
+
+    with ThreadPoolExecutor(threads) as pool:
+        flow = Flow(pool, range(count), work, width)
+        told: list[int] = []
+        for target in sorted(data.draw(st.lists(st.integers(0, count), max_size=4))):
+            told += [tile for tile, _ in flow.wait(target)]
+            with lock:
+                assert set(range(target)) <= set(done)
+                assert {tile for tile in bad if tile < target} <= set(told)
+        told += [tile for tile, _ in flow.wait(count)]
+    assert sorted(done) == list(range(count))
+    assert sorted(told) == sorted(tile for tile in bad if tile < count)
+    assert most <= min(width, threads)
+
+
+def test_stopped_it_begins_nothing_more_and_leaves_nothing_running() -> None:
+    begun, entered, go_on = list[int](), threading.Event(), threading.Event()
+
+    def work(tile: int) -> None:
+        begun.append(tile)
+        entered.set()
+        go_on.wait(10)
+
+    with ThreadPoolExecutor(1) as pool:
+        flow = Flow(pool, range(100), work)
+        entered.wait(10)
+        stopping = threading.Thread(target=flow.stop)
+        stopping.start()
+        stopping.join(0.05)
+        assert stopping.is_alive(), "a tile was still being worked on"
+        go_on.set()
+        stopping.join(10)
+        assert begun == [0]
+        with pytest.raises(FlowStopped, match="1 of 100"):
+            flow.wait(100)
+        assert flow.wait(1) == []
+
+
+def test_a_pool_that_shuts_down_ends_the_wait() -> None:
+    """A wait that never ended, since the last tile had no thread to run on."""
+    pool = ThreadPoolExecutor(1)
+    gate = threading.Event()
+    flow = Flow(pool, range(10), lambda _: gate.wait(10))
+    pool.shutdown(wait=False)
+    gate.set()
+    with pytest.raises(FlowStopped):
+        flow.wait(10)
+    with pytest.raises(FlowStopped):
+        Flow(pool, range(3), print).wait(3)
+
+
+def test_flows_of_one_pool_take_turns() -> None:
+    """A second request that waited until the whole load of the first was done."""
+    order = list[str]()
+    gate = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(gate.wait, 10)
+        flows = [Flow(pool, [name] * 20, order.append, 1) for name in "ab"]
+        gate.set()
+        for flow in flows:
+            flow.wait(20)
+    assert order == ["a", "b"] * 20

@@ -5,6 +5,10 @@ searched; the blocks found and those next to them, joined where they follow one 
 What the two versions share is counted by an oracle that knows nothing of either: it compares all their windows.
 *found* is what the candidates hold of it; *used* less, where stretches overlap and too little of one is left.
 
+Beside that the chunk table, which a look-up asks, over the same blocks: what it finds alone, and whether meaning
+finds anything in what it leaves. Nothing in stretches of 32 tokens, so look-ups do without; this table watches
+that it stays so, and what stretches of 16 tokens would bring, either way.
+
 Then what a question brings to mind before it is asked to the end: whether the passage that answers it is among
 the 10 nearest, as the prefetcher needs it.
 
@@ -34,8 +38,9 @@ import numpy as np
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 
+from bench.alignment import Span, align
 from bench.report import Report, arguments
-from kvstore.index.alignment import Span, align
+from kvstore.index.chunks import ChunkTable
 from kvstore.index.embedder import Embedder, EmbedderUnavailable
 from kvstore.index.semantic import SemanticIndex
 from kvstore.index.sentence_embedder import SentenceEmbedder
@@ -125,6 +130,10 @@ def workloads(data: Path | None, count: int, rng: random.Random) -> dict[str, li
 def standing_in(new: Tokens, texts: Iterable[Tokens], width: int) -> NDArray[np.bool_]:
     """Which tokens of `new` belong to a stretch of `width` or more that one of `texts` holds too."""
     held = {text[i : i + width].tobytes() for text in texts for i in range(len(text) - width + 1)}
+    return _windows_in(new, held, width)
+
+
+def _windows_in(new: Tokens, held: set[bytes], width: int) -> NDArray[np.bool_]:
     mask = np.zeros(len(new), np.bool_)
     for i in range(len(new) - width + 1):
         if new[i : i + width].tobytes() in held:
@@ -136,9 +145,10 @@ class Corpus:
     """Old versions cut into blocks, block numbers ascending, and their index."""
 
     def __init__(self, texts: Iterable[Tokens], embedder: Embedder, decode: Callable[[Tokens], str]) -> None:
+        self.texts = list(texts)
         self.blocks: list[Tokens] = []
         self.text_of: list[int] = []
-        for number, tokens in enumerate(texts):
+        for number, tokens in enumerate(self.texts):
             pieces = [tokens[i : i + BLOCK] for i in range(0, len(tokens), BLOCK)]
             self.blocks += pieces
             self.text_of += [number] * len(pieces)
@@ -148,6 +158,13 @@ class Corpus:
             self.index.add(block, block.to_bytes(32), decode(tokens))
         self.index.drain()
         self.seconds_a_block = (time.perf_counter() - started) / len(self.blocks)
+
+    def chunk_table(self, window: int) -> ChunkTable:
+        """The same blocks as a look-up finds them."""
+        table = ChunkTable(BLOCK, window=window, room=len(self.blocks))
+        for block, tokens in enumerate(self.blocks):
+            table.insert(block, tokens, block - 1 if self._same(block - 1, block) else None)
+        return table
 
     def around(self, blocks: Iterable[int]) -> list[Tokens]:
         """The tokens of `blocks` and of those next to them, joined where they follow one another in one text."""
@@ -165,6 +182,62 @@ class Corpus:
         return 0 <= block < len(self.blocks) and self.text_of[block] == self.text_of[other]
 
 
+class Beside:
+    """The chunk table alone, and what candidates by meaning and alignment find in what it leaves: tokens, seconds."""
+
+    LEAST = (LONG, LONG // 2)
+
+    def __init__(self, corpus: Corpus, embedder: Embedder, tokenizer: Tokenizer) -> None:
+        self._corpus = corpus
+        self._embedder = embedder
+        self._tokenizer = tokenizer
+        self._shared = {
+            least: {
+                text[i : i + least].tobytes() for text in corpus.texts for i in range(len(text) - least + 1)
+            }
+            for least in self.LEAST
+        }
+        # Windows of half a stretch: each stretch holds a whole one.
+        self._tables = {least: corpus.chunk_table(least // 2) for least in self.LEAST}
+        self.tokens: Counter[tuple[str, int]] = Counter()
+        self.seconds: dict[str, list[float]] = {"table": [], "meaning": []}
+
+    def ask(self, new: Tokens) -> None:
+        for least, table in self._tables.items():
+            started = time.perf_counter()
+            runs = table.find(new, shortest=least)
+            found = time.perf_counter()
+            held = np.zeros(len(new), np.bool_)
+            for run in runs:
+                held[run.target : run.target + run.length] = True
+            edges = np.flatnonzero(np.diff(held, prepend=True, append=True)).tolist()
+            gaps = [
+                (begin, end)
+                for begin, end in zip(edges[::2], edges[1::2], strict=True)
+                if end - begin >= least
+            ]
+            searched = time.perf_counter()
+            more = self._by_meaning(new, gaps, least)
+            self.tokens["shared", least] += int(_windows_in(new, self._shared[least], least).sum())
+            self.tokens["table", least] += int(held.sum())
+            self.tokens["meaning", least] += more
+            if least == LONG:
+                self.seconds["meaning"].append(time.perf_counter() - searched)
+                self.seconds["table"].append(found - started)
+
+    def _by_meaning(self, new: Tokens, gaps: list[tuple[int, int]], least: int) -> int:
+        windows = [
+            self._tokenizer.decode(new[i : min(i + BLOCK, end)])
+            for begin, end in gaps
+            for i in range(begin, end, BLOCK)
+        ]
+        if not windows:
+            return 0
+        neighbours = self._corpus.index.search_all(self._embedder.embed(windows), max(NEIGHBOURS))
+        held = self._corpus.around({near.block for found in neighbours for near in found})
+        return sum(span.length for begin, end in gaps for span in align(new[begin:end], held, min_span=least))
+
+
 class Tally:
     """Tokens, over all new versions: by least stretch, or by that and the neighbours asked for a window."""
 
@@ -180,9 +253,10 @@ class Tally:
 
 def measure(
     pairs: Sequence[tuple[Tokens, Tokens]], embedder: Embedder, tokenizer: Tokenizer
-) -> tuple[Tally, Corpus]:
+) -> tuple[Tally, Corpus, Beside]:
     """Index all old versions, then ask for each new one."""
     corpus = Corpus((old for old, _ in pairs), embedder, tokenizer.decode)
+    beside = Beside(corpus, embedder, tokenizer)
     tally = Tally()
     for old, new in pairs:
         shared = {least: standing_in(new, [old], least) for least in SPANS}
@@ -208,8 +282,9 @@ def measure(
         started = time.perf_counter()
         align(new, held, min_span=LONG)
         tally.seconds["align"].append(time.perf_counter() - started)
+        beside.ask(new)
     corpus.index.close()
-    return tally, corpus
+    return tally, corpus, beside
 
 
 def covered(spans: Iterable[Span], length: int) -> NDArray[np.bool_]:
@@ -288,6 +363,17 @@ def main() -> int:
         f"median ms a prompt, {max(NEIGHBOURS)} neighbours a window, stretches >= {LONG}",
         ["texts", "embedder", "tokens a prompt", "embed", "search", "align", "index a block"],
     )
+    alone = report.table(
+        f"of a prompt's tokens: stand in held texts in stretches of at least {LONG}, of {LONG // 2}; the chunk table "
+        "finds alone (fewer, where stretches overlap and too little of one is left); meaning finds in what it leaves",
+        [
+            "texts",
+            "embedder",
+            *(f"{what} >= {least}" for least in Beside.LEAST for what in ("held", "table", "meaning adds")),
+            "ms table",
+            "ms meaning",
+        ],
+    )
     count = 30 if args.quick else 150
     work = workloads(args.data, count, random.Random(1))
     foreseen: list[list[str | float]] = []
@@ -295,7 +381,7 @@ def main() -> int:
     for embedder_name, embedder in embedders(tokenizer).items():
         for name, pairs in work.items():
             tokens = [(tokenizer.encode(pair.old), tokenizer.encode(pair.new)) for pair in pairs]
-            tally, corpus = measure(tokens, embedder, tokenizer)
+            tally, corpus, beside = measure(tokens, embedder, tokenizer)
             for k in NEIGHBOURS:
                 shares = [tally.found[k] / tally.shared[LONG]]
                 shares += [tally.used[least, k] / tally.shared[least] for least in SPANS]
@@ -307,10 +393,20 @@ def main() -> int:
             length = statistics.median(len(new) for _, new in tokens)
             taken.append([name, embedder_name, int(length), *times, corpus.seconds_a_block * 1e3])
             differing += tally.differing
+            whole = sum(len(new) for _, new in tokens)
+            parts = [
+                beside.tokens[what, least] / whole
+                for least in Beside.LEAST
+                for what in ("shared", "table", "meaning")
+            ]
+            waits = [statistics.median(beside.seconds[what]) * 1e3 for what in ("table", "meaning")]
+            alone.append([name, embedder_name, *parts, *waits])
+            found_alone = beside.tokens["table", LONG] / beside.tokens["shared", LONG]
+            report.bar(f"{name}: the chunk table alone finds of what is held", found_alone, ">=", 0.95)
         if args.data:
             questions = 100 if args.quick else 600
-            parts = passages_foreseen(args.data, embedder, questions, random.Random(2))
-            foreseen.append([embedder_name, questions, *parts])
+            foreseen_parts = passages_foreseen(args.data, embedder, questions, random.Random(2))
+            foreseen.append([embedder_name, questions, *foreseen_parts])
     if foreseen:
         columns = ["embedder", "questions", "a quarter", "half", "all"]
         report.table(

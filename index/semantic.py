@@ -1,7 +1,8 @@
 """Semantic index: which held blocks speak of what this text speaks of.
 
-It proposes, and never decides: what is reused of a proposed block are the spans whose tokens are equal (see
-`alignment`), and what is prefetched on its advice is used only if a prompt then holds those tokens.
+It proposes, and never decides: what is prefetched on its advice is used only if a prompt then holds those tokens,
+which the trie and the chunk table find out. For look-ups it adds nothing: whatever two texts share in 32 tokens or
+more the chunk table finds by itself (`bench.near_duplicates`).
 
 A block is in the index from `add` to `remove`. Its text is embedded by a background thread, as late as that gets
 to it; until then nobody finds the block. The queue is bounded: what comes when it is full is refused and counted.
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,10 +97,13 @@ class SemanticIndex:
         self._kept = opened.vectors  # by key: of the last run, and not added again yet
         self._vectors: vectors.Vectors | None = None  # None until the dimension is known
         self._keys: dict[int, bytes] = {}  # of blocks that have a vector
-        self._queue: deque[_Waiting] = deque()
+        self._queue: OrderedDict[int, _Waiting] = OrderedDict()  # removed from anywhere, at once
         self._pending: dict[int, _Waiting] = {}  # queued or being embedded
         self._refusals: Counter[str] = Counter()
+        self._warned: set[str] = set()
         self._embedded = 0
+        self._changes = 0  # of what has a vector, since the file was read or written
+        self._writing = threading.Lock()  # one writes the file at a time; taken before `_changed`
         self._tried = False  # to load
         self._loaded = False
         self._closing = False
@@ -137,24 +141,26 @@ class SemanticIndex:
                 return self._refuse("queue full")
             waiting = _Waiting(block, key, text)
             self._pending[block] = waiting
-            self._queue.append(waiting)
+            self._queue[block] = waiting
             self._changed.notify_all()
             return True
 
     def remove(self, block: int) -> None:
         """Forget a block, wherever it is on its way in. No error for one that is not here: it may have been refused."""
         with self._changed:
-            waiting = self._pending.pop(block, None)
-            if waiting is not None and waiting in self._queue:
-                self._queue.remove(waiting)
+            self._pending.pop(block, None)
+            self._queue.pop(block, None)
             if self._keys.pop(block, None) is not None and self._vectors is not None:
                 self._vectors.remove(block)
+                self._changes += 1
 
-    def search(self, query: str | NDArray[np.floating], k: int = 16) -> list[Neighbour]:
+    def search(self, query: Text | NDArray[np.floating], k: int = 16) -> list[Neighbour]:
         """The at most `k` blocks nearest to a text, or to a vector [dimension]; nearest first."""
-        return self.search_all([query] if isinstance(query, str) else np.asarray(query)[None], k)[0]
+        return self.search_all(query[None] if isinstance(query, np.ndarray) else [query], k)[0]
 
-    def search_all(self, queries: Sequence[str] | NDArray[np.floating], k: int = 16) -> list[list[Neighbour]]:
+    def search_all(
+        self, queries: Sequence[Text] | NDArray[np.floating], k: int = 16
+    ) -> list[list[Neighbour]]:
         """The same for n texts, or vectors [n, dimension] as `embedder.embed` gives them.
 
         Where the embedder is not loaded yet or fails, nothing is found and the reason is counted. Raises
@@ -170,7 +176,7 @@ class SemanticIndex:
             if not self._loaded:
                 self._refuse("search before the embedder was loaded")
                 return nothing
-        given = queries if isinstance(queries, np.ndarray) else self._try_embed(queries)
+        given = queries if isinstance(queries, np.ndarray) else self._embed_queries(queries)
         if given is None:
             with self._changed:
                 self._refuse("query not embedded")
@@ -194,19 +200,53 @@ class SemanticIndex:
         with self._changed:
             return self._changed.wait_for(settled, timeout)
 
-    def save(self) -> int:
-        """Write the file, if there is a path; returns the bytes written.
-
-        What the last run knew and nobody added again until now is forgotten. Raises OSError (disk full); the old
-        file stays then.
-        """
+    @property
+    def unsaved(self) -> int:
+        """How many vectors the file lacks, or has of blocks that are not here."""
         with self._changed:
-            if self._path is None or self._vectors is None:
-                return 0
-            self._kept.clear()
-            keys = list(self._keys.values())
-            rows = self._vectors.rows(list(self._keys)).astype(np.float16)
-        return vector_file.write(self._path, self._embedder.name, self._embedder.digest, keys, rows)
+            return self._changes + len(self._kept)
+
+    @property
+    def file_bytes(self) -> int:
+        """No fewer than `save` would write now."""
+        with self._changed:
+            return 0 if self._vectors is None else vector_file.size(len(self._keys), self._vectors.dimension)
+
+    def save(self) -> int:
+        """Write the file, if there is a path and anything unsaved; returns the bytes written.
+
+        What the last run knew and nobody added again until now is forgotten. Without a vector there is no file.
+        Raises OSError (disk full); the old file stays then.
+        """
+        with self._writing:
+            with self._changed:
+                changes = self._changes + len(self._kept)
+                if self._path is None or not changes:
+                    return 0
+                self._changes = 0
+                self._kept.clear()
+                keys = list(self._keys.values())
+                rows = None
+                if self._vectors is not None and keys:
+                    rows = self._vectors.rows(list(self._keys)).astype(np.float16)
+            try:
+                if rows is None:
+                    self._path.unlink(missing_ok=True)
+                    return 0
+                return vector_file.write(self._path, self._embedder.name, self._embedder.digest, keys, rows)
+            except OSError:
+                with self._changed:
+                    self._changes += changes
+                raise
+
+    def delete_file(self) -> None:
+        """Leave nothing on the medium, at once; the next `save` writes what is held then. Raises OSError."""
+        with self._writing:
+            if self._path is not None:
+                self._path.unlink(missing_ok=True)
+            with self._changed:
+                self._kept.clear()
+                self._changes = len(self._keys)
 
     def stats(self) -> SemanticStats:
         with self._changed:
@@ -225,8 +265,8 @@ class SemanticIndex:
         with self._changed:
             self._closing = True
             self._refusals["index closed"] += len(self._queue)
-            for waiting in self._queue:
-                del self._pending[waiting.block]
+            for block in self._queue:
+                del self._pending[block]
             self._queue.clear()
             self._changed.notify_all()
         self._thread.join()
@@ -246,7 +286,9 @@ class SemanticIndex:
                 self._changed.wait_for(lambda: self._queue or self._closing)
                 if self._closing:
                     return
-                batch = [self._queue.popleft() for _ in range(min(self._batch, len(self._queue)))]
+                batch = [
+                    self._queue.popitem(last=False)[1] for _ in range(min(self._batch, len(self._queue)))
+                ]
             found = self._embed_batch(batch)
             with self._changed:
                 for waiting, vector in zip(batch, found, strict=True):
@@ -258,6 +300,7 @@ class SemanticIndex:
                     else:
                         self._hold(waiting.block, waiting.key, vector)
                         self._embedded += 1
+                        self._changes += 1
                 self._changed.notify_all()
 
     def _embed_batch(self, batch: list[_Waiting]) -> list[NDArray[np.float32] | str]:
@@ -280,13 +323,17 @@ class SemanticIndex:
             found.append(unit if use else "text without content")
         return found
 
+    def _embed_queries(self, queries: Sequence[Text]) -> NDArray[np.float32] | None:
+        texts = [text for query in queries if (text := self._try_text(query)) is not None]
+        return self._try_embed(texts) if len(texts) == len(queries) else None
+
     def _try_text(self, text: Text) -> str | None:
         if isinstance(text, str):
             return text
         try:
             return text()
         except Exception:
-            log.warning("text of a block not made", exc_info=True)
+            self._warn("text not made")
             return None
 
     def _try_embed(self, texts: Sequence[str]) -> NDArray[np.float32] | None:
@@ -298,8 +345,13 @@ class SemanticIndex:
                 raise ValueError(f"{len(texts)} texts gave vectors of shape {given.shape}")
             return given
         except Exception:
-            log.warning("embedder %s failed", self._embedder.name, exc_info=True)
+            self._warn(f"embedder {self._embedder.name} failed")
             return None
+
+    def _warn(self, what: str) -> None:
+        """Log the error in hand; in full the first time, for each block it would fill the log."""
+        log.log(logging.DEBUG if what in self._warned else logging.WARNING, what, exc_info=True)
+        self._warned.add(what)
 
     def _hold(self, block: int, key: bytes, vector: NDArray[np.float32]) -> None:
         if self._vectors is None:

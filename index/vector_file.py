@@ -63,6 +63,11 @@ def read(path: Path, embedder_digest: str) -> Opened:
     return Opened("whole", dict(zip(contents.keys, rows, strict=True)))
 
 
+def size(blocks: int, dimension: int) -> int:
+    """Bytes that a file of so many vectors and keys of 32 bytes does not exceed."""
+    return 4096 + blocks * (2 * dimension + 40)
+
+
 def write(
     path: Path, embedder: str, embedder_digest: str, keys: Sequence[bytes], vectors: NDArray[np.float16]
 ) -> int:

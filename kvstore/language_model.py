@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.index.embedder import Embedder, EmbedderUnavailable
+from kvstore.index.sentence_embedder import SentenceEmbedder
+from kvstore.index.token_embedder import TokenEmbedder
 from kvstore.pipeline.chat import ChatTemplate
 from kvstore.pipeline.engine import StaticGraphEngine
 from kvstore.pipeline.tokenizer import Tokenizer
 
 from . import models
 from .session import identity_of
+
+log = logging.getLogger(__name__)
 
 
 class LanguageModel:
@@ -34,3 +40,19 @@ class LanguageModel:
     def chat_prompt(self, system: str, question: str) -> NDArray[np.int32]:
         """Token ids of one question behind a system prompt."""
         return self.render([{"role": "system", "content": system}, {"role": "user", "content": question}])
+
+    def embedder(self, sentence_model: Path | None = None) -> Embedder:
+        """What says of texts what they speak of: `store.use_semantics(model.embedder(), model.tokenizer.decode)`.
+
+        sentence_model: folder of a sentence-transformers model. It is loaded here, which takes seconds; so where
+        start-up time counts, call this in another thread. Without one, or where it cannot run, which is logged,
+        this model's own token embeddings serve, a fraction of a second away.
+        """
+        if sentence_model is not None:
+            try:
+                sentences = SentenceEmbedder(sentence_model)
+                sentences.embed(["."])  # loads it
+                return sentences
+            except EmbedderUnavailable as error:
+                log.warning("token embeddings serve instead: %s", error)
+        return TokenEmbedder(self.engine.weights["embedding"], self.tokenizer.encode)

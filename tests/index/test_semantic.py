@@ -459,7 +459,7 @@ class TestLoading:
         index.close()
 
     def test_importing_loads_none_of_the_heavy_libraries(self) -> None:
-        modules = "semantic, alignment, vectors, sentence_embedder, token_embedder"
+        modules = "semantic, vectors, sentence_embedder, token_embedder"
         code = f"import sys; from kvstore.index import {modules}; print(*sys.modules)"
         loaded = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True

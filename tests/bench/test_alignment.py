@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.index.alignment import Span, align
+from bench.alignment import Span, align
 from kvstore.index.errors import TokenError
 
 

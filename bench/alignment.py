@@ -1,8 +1,8 @@
 """Alignment: which stretches of a prompt stand word for word in held texts that are like it.
 
 An edited document, or a screen whose elements were renumbered, shares with its older version many stretches of
-tokens too short for the chunk table, between edits. Something else, the semantic index, proposes texts; here
-tokens decide: every span is equal in both, token by token, and holds `min_span` tokens or more.
+tokens, between edits. What a bench finds here by brute force the store is measured against: every span is equal in
+both, token by token, and holds `min_span` tokens or more.
 
 How: windows of the largest power of two up to `min_span` are hashed on both sides. Each pair of equal windows
 lies on a diagonal (target - offset), and pairs that overlap on one diagonal are one match. So a match of
@@ -23,9 +23,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .cover import cover
-from .tokens import token_ids
-from .windows import WindowHash
+from kvstore.index.cover import cover
+from kvstore.index.tokens import token_ids
+from kvstore.index.windows import WindowHash
 
 SHORTEST = 8
 """Below so many tokens a span costs more than it saves, and coincidences abound."""

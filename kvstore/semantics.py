@@ -1,0 +1,115 @@
+"""What the held blocks of one identity speak of: a semantic index with their lifetime.
+
+It proposes blocks to fetch ahead, and is not asked at look-up. The chunk table finds every run of 32 tokens that
+similar texts have in common, so that nothing is left for it to propose: `bench.near_duplicates` measures that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.index import semantic
+from kvstore.index.embedder import Embedder
+
+if TYPE_CHECKING:
+    from .block import Block
+    from .tiers import Tiers
+
+TextOfTokens = Callable[[NDArray[np.int32]], str]
+"""The text of token ids int32 [n]; called from a background thread, too."""
+
+_CAPACITY = 100_000
+_SHARE = 32  # part of all vectors that has to change: so 32 times their size is written at most
+
+
+class Neighbour(NamedTuple):
+    """A held block, and the cosine of what it speaks of and what was asked for, -1 to 1."""
+
+    block: Block
+    similarity: float
+
+
+class Semantics:
+    """Blocks by what they speak of, found once a background thread has embedded them.
+
+    Vectors are kept in the file `path`. Any thread may call; adding and removing are a matter of microseconds. Do not
+    hold the store's lock around `save`, which takes it, nor around `delete_file` and `close`, which may have to wait.
+    """
+
+    def __init__(
+        self, embedder: Embedder, text_of_tokens: TextOfTokens, path: Path | None, block_tokens: int
+    ) -> None:
+        self.embedder = embedder
+        self._text_of_tokens = text_of_tokens
+        self._block_tokens = block_tokens
+        # As many may wait as are held: else most are refused when another embedder makes all vectors anew.
+        self._index = semantic.SemanticIndex(embedder, path, capacity=_CAPACITY, queue=_CAPACITY)
+
+    def add(self, block: Block) -> None:
+        """Index a block that became findable."""
+        self._index.add(block.number, block.key, partial(self._text_of_tokens, block.tokens))
+
+    def remove(self, block: Block) -> None:
+        """Forget a block."""
+        self._index.remove(block.number)
+
+    def nearest(self, query: str | NDArray[np.int32], k: int) -> list[semantic.Neighbour]:
+        """The at most `k` block numbers nearest to a text, or to any part of tokens int32 [n]; nearest first.
+
+        Embeds in the caller's thread: a text as a whole, tokens a block's length at a time. Nothing while the
+        embedder is not loaded or when it fails. Raises ValueError for a `k` below 1.
+        """
+        if isinstance(query, str):
+            return self._index.search(query, k)
+        size = self._block_tokens
+        parts: list[semantic.Text] = [
+            partial(self._text_of_tokens, query[at : at + size]) for at in range(0, len(query), size)
+        ]
+        best: dict[int, float] = {}
+        for found in self._index.search_all(parts, k):
+            for block, similarity in found:
+                best[block] = max(similarity, best.get(block, -1.0))
+        ranked = sorted(best.items(), key=lambda pair: pair[1], reverse=True)
+        return [semantic.Neighbour(*pair) for pair in ranked[:k]]
+
+    def stats(self) -> semantic.SemanticStats:
+        return self._index.stats()
+
+    def save(self, tiers: Tiers, *, all_of_it: bool) -> None:
+        """Write the file of vectors anew, within the budgets of flash; unless `all_of_it`, only when enough changed.
+
+        By the thread that writes to flash. Raises OSError (no room, today's budget spent): then blocks are embedded
+        again after the next start.
+        """
+        cold, unsaved = tiers.cold, self._index.unsaved
+        if cold is None or not unsaved or (not all_of_it and unsaved * _SHARE < len(self._index)):
+            return
+        needed = self._index.file_bytes
+        with tiers.lock:  # the old file stays until the new one is complete
+            room = tiers.reserve_cold(needed)
+        if room is None:
+            raise OSError("cold tier full")
+        try:
+            if not cold.writes.take(needed):
+                raise OSError("today's write budget is spent")
+            written = self._index.save()
+            cold.bytes_written += written
+            cold.writes.give_back(max(0, needed - written))
+        finally:
+            with tiers.lock:
+                cold.release(room)
+                cold.measure_overhead()
+
+    def delete_file(self) -> None:
+        """Leave no vector on flash; the next `save` writes those of what is held then. Raises OSError."""
+        self._index.delete_file()
+
+    def close(self) -> None:
+        """Stop the background thread, after what it has in hand. What still waits has no vector then."""
+        self._index.close()

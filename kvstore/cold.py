@@ -1,8 +1,11 @@
 """The cold tier: records on flash within a budget of bytes, findable again after any kind of stop.
 
+One file a record: the file system gives its room back at once, so no collector has to copy what is live, as it has
+to for append-only segments, and no free list splinters, as that of values in LMDB does. `bench.cold` compares them.
+
 A record is written under a temporary name and renamed, so it is whole or absent. The index follows later, in one
 piece: what a kill leaves behind is a temporary file (removed on opening), a record without a row (adopted from its own
-header) or a row without its record (dropped).
+header) or a row without its record (dropped). Records are forced to the medium in groups.
 """
 
 from __future__ import annotations
@@ -14,12 +17,16 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from . import flash_file
 from .cold_index import ColdIndex, Opened, Row, row_bytes
 from .directory import SCRATCH, DataDirectory
 from .record import BadRecordError, Header, RecordReader
+from .write_budget import WriteBudget
 
 _GROWTH = 256 * 1024  # what folders may grow by between two looks at them, and an index without rows
 _INDEX_LAG = 256  # changes until the index is written anew, which bounds what opening has to adopt
+_COMMIT = 32 * 1024 * 1024  # bytes written until records are forced to the medium
+_MOST_HEADER = 64 * 1024  # bytes of a header and of what rounding adds
 _INDEX_SHARE = 32  # or this part of all records: so the index is written 32 times over its size at most
 
 log = logging.getLogger(__name__)
@@ -28,18 +35,23 @@ log = logging.getLogger(__name__)
 class ColdTier:
     """Record files under `directory`, at most `budget` bytes of disk in all: records, index, folders, quarantine.
 
-    What a record occupies includes its row of the index. `reserve`, `release` and accounting are called under the
-    store's lock; `write`, `write_index` and `reader` outside it.
+    What a record occupies includes its row of the index. `bytes_per_day` limits what is written, index included.
+    `reserve`, `release` and accounting are called under the store's lock; `reader` outside it; `may_write`, `write`,
+    `write_index` and `sync` outside it and by one thread.
     """
 
-    def __init__(self, directory: DataDirectory, budget: int, block_tokens: int) -> None:
+    def __init__(
+        self, directory: DataDirectory, budget: int, block_tokens: int, bytes_per_day: int | None = None
+    ) -> None:
         self.total = budget
         self.bytes_written = 0
+        self.writes = WriteBudget(directory.writes, bytes_per_day)
         self._directory = directory
         self._page = max(4096, os.statvfs(directory.path).f_frsize)
         self._row_bytes = row_bytes(block_tokens)
         self._index = ColdIndex(directory.index)
         self._unsynced: set[Path] = set()
+        self._unsynced_bytes = 0
         self._changes = 0  # of records since the index was written
         self._count = 0
         self.bad: Counter[str] = Counter()
@@ -85,28 +97,37 @@ class ColdTier:
         """Give reserved space back."""
         self._records -= size
 
+    def may_write(self, nbytes: int) -> bool:
+        """Whether today's budget has room for a record of `nbytes` of KV, before it is worth encoding."""
+        most = nbytes + _MOST_HEADER + self._row_bytes
+        taken = self.writes.take(most)
+        if taken:
+            self.writes.give_back(most)
+        return taken
+
     def write(self, key: bytes, pieces: Sequence[bytes | memoryview], reserved: int) -> int:
         """Write a record into space reserved before; the bytes it now occupies. Raises OSError, leaving nothing."""
         target = self._directory.block_file(key)
         scratch = target.with_suffix(SCRATCH)
+        if not self.writes.take(reserved):
+            raise OSError("today's write budget is spent")
         try:
-            with open(scratch, "wb", buffering=0) as file:
-                for piece in pieces:
-                    view = memoryview(piece)
-                    while len(view):
-                        view = view[file.write(view) :]
-                size = self._occupied(os.fstat(file.fileno()))
+            size = self._occupied(flash_file.write(scratch, pieces))
             if size > reserved:
                 raise OSError(f"record occupies {size} bytes, {reserved} were reserved")
             scratch.rename(target)
         except OSError:
+            self.writes.give_back(reserved - min(reserved, _allocated(scratch)))
             with contextlib.suppress(OSError):
                 scratch.unlink(missing_ok=True)
             raise
+        written = size - self._row_bytes
+        self.writes.give_back(reserved - written)
         self._unsynced.add(target)
+        self._unsynced_bytes += written
         self._changes += 1
         self._count += 1
-        self.bytes_written += size
+        self.bytes_written += written
         return size
 
     def remove(self, key: bytes, size: int) -> None:
@@ -146,19 +167,32 @@ class ColdTier:
     def write_index(self, rows: Iterable[Row]) -> None:
         """Write the index anew. Raises OSError (disk full)."""
         self._changes = 0  # also when it fails: the next attempt comes after as many changes
-        self._index.write(rows)
+        most = self._count * self._row_bytes + _GROWTH
+        if not self.writes.take(most):
+            raise OSError("today's write budget is spent")
+        size = self._index.write(rows)
+        self.bytes_written += size
+        self.writes.give_back(most - size)
 
     def measure_overhead(self) -> None:
         """Look at what folders occupy; called after each group of records."""
         folders = (self._directory.path, *self._directory.folders)
         notes = self._directory.identity_notes()
-        self._overhead = sum(_allocated(path) for path in (*folders, *notes)) + _GROWTH
+        self._overhead = (
+            sum(_allocated(path) for path in (*folders, *notes, self._directory.writes)) + _GROWTH
+        )
+
+    @property
+    def sync_is_due(self) -> bool:
+        """Whether enough was written to be worth a `sync`."""
+        return self._unsynced_bytes >= _COMMIT
 
     def sync(self) -> None:
         """Force records to the medium. Raises OSError when that fails; what failed stays to be synced."""
+        self._unsynced_bytes = 0
         for path in list(self._unsynced):
-            with contextlib.suppress(FileNotFoundError), path.open("rb") as file:  # evicted meanwhile
-                os.fsync(file.fileno())
+            with contextlib.suppress(FileNotFoundError):  # evicted meanwhile
+                flash_file.sync(path)
             self._unsynced.discard(path)
         folder = os.open(self._directory.blocks, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -169,9 +203,10 @@ class ColdTier:
     def close(self, rows: Iterable[Row]) -> None:
         """Write the index a last time, with what was used since."""
         try:
-            self._index.write(rows)
+            self.write_index(rows)
         except OSError as error:
             log.warning("%s; the next opening reads the records themselves", error)
+        self.writes.close()
 
     def _delete(self, path: Path, size: int) -> None:
         with contextlib.suppress(OSError):

@@ -54,8 +54,8 @@ class ColdIndex:
         directory.mkdir(exist_ok=True)
         self.opened, self.rows = self._read()
 
-    def write(self, rows: Iterable[Row]) -> None:
-        """Replace the index. Raises OSError (disk full); the old one stays then."""
+    def write(self, rows: Iterable[Row]) -> int:
+        """Replace the index; the bytes it takes. Raises OSError (disk full); the old one stays then."""
         pairs = sorted((row.key, msgspec.msgpack.encode(row)) for row in rows)
         scratch = self._directory / _SCRATCH
         try:
@@ -70,6 +70,7 @@ class ColdIndex:
         for path in self._directory.iterdir():
             if path != target:
                 path.unlink(missing_ok=True)
+        return target.stat().st_size
 
     def _read(self) -> tuple[Opened, dict[bytes, Row]]:
         """Rows of the newest whole index; older ones are there only after a kill between two steps of `write`."""

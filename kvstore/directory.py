@@ -5,7 +5,9 @@ LOCK          flock of the owning process, its pid inside
 index/        LMDB index, named after the digest of its content
 blocks/       one record a block, named after its key; *.tmp goes on opening
 quarantine/   records that failed a check, kept for inspection within the budget
-identities/   what each identity digest stands for, and what was measured of moved reuse for it
+writes        how much was written today, with its checksum; only under a write budget
+identities/   what each identity digest stands for, what was measured of moved reuse for it, and what its blocks
+              speak of, as vectors
 """
 
 from __future__ import annotations
@@ -76,6 +78,10 @@ class DataDirectory:
     def index(self) -> Path:
         return self.path / "index"
 
+    @property
+    def writes(self) -> Path:
+        return self.path / "writes"
+
     def block_file(self, key: bytes) -> Path:
         """Half of the key names the file; the record holds the whole key and is checked against it."""
         return self.path / "blocks" / key[:16].hex()
@@ -100,6 +106,10 @@ class DataDirectory:
         scratch.write_bytes(description)
         scratch.rename(target)
 
+    def vectors_file(self, digest: bytes) -> Path:
+        """Where the vectors of an identity's blocks are kept. Losing them loses no KV."""
+        return (self.path / "identities" / digest.hex()).with_suffix(".vectors")
+
     def keep_verdict(self, digest: bytes, content: bytes) -> None:
         """Keep what was measured of an identity."""
         target = (self.path / "identities" / digest.hex()).with_suffix(_VERDICT)
@@ -123,7 +133,8 @@ class DataDirectory:
         found: dict[bytes, bytes] = {}
         for path in self.identity_notes():
             with contextlib.suppress(OSError, ValueError):
-                found[bytes.fromhex(path.name)] = path.read_bytes()
+                digest = bytes.fromhex(path.name)  # fails for what lies beside the notes
+                found[digest] = path.read_bytes()
         return found
 
     def close(self) -> None:

@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 
 from .arena import Arena, Extent
 
+_PAGE = 4096
+
 
 class MemoryTier:
     """`budget` bytes in arenas of at most `arena_bytes` each; never more is handed out than the budget.
@@ -28,6 +30,7 @@ class MemoryTier:
             left -= self._arenas[-1].size
         self.total = sum(arena.size for arena in self._arenas)
         self.used = 0
+        self._known = [0] * len(self._arenas)  # where the pages end that the system has found
 
     @property
     def free(self) -> int:
@@ -48,6 +51,7 @@ class MemoryTier:
         for number, arena in enumerate(self._arenas):
             if (place := arena.allocate(nbytes)) is not None:
                 self.used += place[1]
+                self._known[number] = max(self._known[number], sum(place))
                 return Extent(number, *place)
         return None
 
@@ -58,6 +62,19 @@ class MemoryTier:
     def view(self, extent: Extent, nbytes: int) -> NDArray[np.uint8]:
         """The first `nbytes` of an extent, writable, uint8."""
         return self._arenas[extent.arena].bytes[extent.offset : extent.offset + nbytes]
+
+    def touch_ahead(self, nbytes: int) -> None:
+        """Have the system find pages for the next `nbytes` that are handed out, so that no caller waits for that.
+
+        Only reads, so it needs no lock: on the first read of shared memory, a page is made as on the first write.
+        """
+        for number, arena in enumerate(self._arenas):
+            known = sum(self._known) - self.used  # that nobody uses
+            start = self._known[number]
+            end = min(arena.size, start + nbytes - known)
+            if end > start:
+                arena.bytes[start:end:_PAGE].max(initial=0)
+                self._known[number] = max(self._known[number], end)
 
     def handle(self, extent: Extent) -> tuple[int, int]:
         """(file descriptor, offset) under which another process or a device maps this extent."""

@@ -7,15 +7,21 @@ from __future__ import annotations
 
 import msgspec
 
+from .codec import CODECS, Codec
 from .errors import BudgetError
 
 MIB = 1 << 20
+GIB = 1 << 30
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """Budgets and rules of one device.
 
     `cold_bytes` 0 keeps everything in memory; `hot_bytes` 0 does without memory that an NPU reads.
+    `cold_bytes_per_day` is how much may be written to flash in one day (UTC), which wears it; None is no limit.
+    128 GB of flash that stand a thousand times their size are worn out in five years by 70 GB a day.
+    `codec` is how KV is to be kept on flash: as small as the model bears by its verdict, so only for policies that may
+    approximate, see `codec`. `lossless` keeps all exact.
     `frame_bytes` is the least size of one flash read: a block is cut into as many layer groups as leave each
     group of a full block at least that large.
     """
@@ -25,6 +31,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     hot_bytes: int = 256 * MIB
     warm_bytes: int = 512 * MIB
     cold_bytes: int = 4096 * MIB
+    cold_bytes_per_day: int | None = None
+    codec: Codec = "fine"
     arena_bytes: int = 256 * MIB
     max_hot_arenas: int = 8
     alignment: int = 4096
@@ -35,11 +43,15 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
             raise BudgetError(f"block_tokens {self.block_tokens} must lie between 1 and 4096")
         if self.block_tokens > 16 and self.block_tokens % 16:
             raise BudgetError(f"block_tokens {self.block_tokens} must be a multiple of 16, or at most 16")
+        if self.codec not in CODECS:
+            raise BudgetError(f"codec {self.codec!r} is not one of {', '.join(CODECS)}")
         if self.alignment < 1 or self.alignment & (self.alignment - 1):
             raise BudgetError(f"alignment {self.alignment} must be a power of two")
         for name in ("hot_bytes", "warm_bytes", "cold_bytes"):
             if getattr(self, name) < 0:
                 raise BudgetError(f"{name} {getattr(self, name)} must not be negative")
+        if self.cold_bytes_per_day is not None and self.cold_bytes_per_day < 0:
+            raise BudgetError(f"cold_bytes_per_day {self.cold_bytes_per_day} must not be negative")
         for name in ("arena_bytes", "frame_bytes", "max_hot_arenas"):
             if getattr(self, name) < 1:
                 raise BudgetError(f"{name} {getattr(self, name)} must be positive")
@@ -54,8 +66,15 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 CPU = Profile()
 """Laptop or single board without an NPU: no limit on pinned buffers to speak of."""
 
-ANE = Profile(name="ane", block_tokens=256, alignment=16384, max_hot_arenas=8)
+ANE = Profile(name="ane", block_tokens=256, alignment=16384, max_hot_arenas=8, cold_bytes_per_day=32 * GIB)
 """Apple Neural Engine: 16 KiB pages, 8 to 12 contiguous pinned buffers, blocks of 256 to 512 tokens."""
 
-NNAPI = Profile(name="nnapi", block_tokens=128, max_hot_arenas=4, hot_bytes=192 * MIB, warm_bytes=256 * MIB)
+NNAPI = Profile(
+    name="nnapi",
+    block_tokens=128,
+    max_hot_arenas=4,
+    hot_bytes=192 * MIB,
+    warm_bytes=256 * MIB,
+    cold_bytes_per_day=16 * GIB,
+)
 """Android NNAPI: 4 to 16 pinned buffers by driver, blocks of 128 to 256 tokens."""

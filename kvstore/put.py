@@ -202,7 +202,7 @@ class Incoming:
             try:
                 reader = self._tiers.open_record(source)
                 try:
-                    reader.read(0, held)
+                    reader.read(self._namespace.layout, 0, held)
                 finally:
                     reader.close()
             except BadRecordError as error:

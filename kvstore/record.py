@@ -1,7 +1,8 @@
-"""The form of a block on flash: one self-describing record, every byte of which a checksum covers.
+"""The form of a block on flash: one self-describing record, all that is read of it under a checksum.
 
-    preamble   magic, version, header length, xxh3-64 of all that precedes the frames
+    preamble   magic, version, header length, xxh3-64 of all that precedes the padding
     header     msgpack: identity, key, parent key, position, token ids, table of frames
+    padding    as many zeros as make the file whole pages, which direct writes need; nobody reads them
     frames     one per layer group, in order, each with its own xxh3-64 in the table
 
 A record says by itself what it is, so the index can be rebuilt from records alone. Frames of all layers of a group
@@ -21,9 +22,13 @@ import xxhash
 from numpy.typing import NDArray
 
 from . import codec
+from .codec import Codec
+from .codec_shape import FrameShape
+from .flash_file import PAGE, FlashReader
+from .layout import Layout
 
 MAGIC = b"NPUKVBLK"
-VERSION = 1
+VERSION = 2
 _PREAMBLE = struct.Struct("<8sIIQ")
 _MAX_HEADER = 1 << 20
 
@@ -41,20 +46,25 @@ class NotNowError(BadRecordError):
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True):
-    """One layer group: where it starts in the file, its planes' stored lengths, its raw length and checksum."""
+    """One layer group: where it starts, the layers [first, end) in it, how they are stored, raw length and checksum.
+
+    form: what `codec` calls it, version included. lengths: of the pieces that are stored one after the other.
+    """
 
     offset: int
-    plane_lengths: tuple[int, ...]
+    layers: tuple[int, int]
+    form: str
+    lengths: tuple[int, ...]
     raw_length: int
     checksum: int
 
     @property
     def length(self) -> int:
-        return sum(self.plane_lengths)
+        return sum(self.lengths)
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True):
-    """What a record holds. `tokens` are int32 little-endian; frame offsets count from the end of the header.
+    """What a record holds. `tokens` are int32 little-endian; frame offsets count from the first frame.
 
     `exact` as in `Block`.
     """
@@ -66,6 +76,11 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     tokens: bytes
     exact: bool
     frames: tuple[Frame, ...]
+
+    @property
+    def lossless(self) -> bool:
+        """Whether it gives back the very bytes that were put."""
+        return all(codec.is_lossless(frame.form) for frame in self.frames)
 
     def token_ids(self) -> NDArray[np.int32]:
         return np.frombuffer(self.tokens, dtype="<i4").astype(np.int32)
@@ -79,26 +94,45 @@ def encode(
     start: int,
     tokens: NDArray[np.int32],
     exact: bool,
-    groups: Sequence[NDArray[np.uint8]],
-    itemsize: int,
-) -> list[bytes | memoryview]:
-    """The pieces of a record, to be written one after the other. `groups` are the raw bytes of each layer group."""
+    raw: NDArray[np.uint8],
+    layout: Layout,
+    groups: Sequence[range],
+    with_codec: Codec,
+) -> tuple[Header, list[bytes | memoryview]]:
+    """A record's header, and its pieces, to be written one after the other.
+
+    raw: the block (uint8, in the layout's raw form), of which each of `groups`, contiguous layers, makes one frame.
+    """
     frames: list[Frame] = []
     pieces: list[bytes | memoryview] = []
     offset = 0
-    for raw in groups:
-        planes = codec.encode(raw, itemsize)
+    for layers in groups:
+        shape = FrameShape(layout, layers, len(tokens), start)
+        encoded = codec.encode(with_codec, raw[layout.span(layers, len(tokens))], shape)
         checksum = xxhash.xxh3_64()
-        for plane in planes:
-            checksum.update(plane)
-        frame = Frame(offset, tuple(len(plane) for plane in planes), len(raw), checksum.intdigest())
+        for piece in encoded.pieces:
+            checksum.update(piece)
+        frame = Frame(
+            offset=offset,
+            layers=(layers.start, layers.stop),
+            form=encoded.form,
+            lengths=tuple(len(piece) for piece in encoded.pieces),
+            raw_length=shape.nbytes,
+            checksum=checksum.intdigest(),
+        )
         frames.append(frame)
-        pieces += planes
+        pieces += encoded.pieces
         offset += frame.length
-    header = msgspec.msgpack.encode(
-        Header(identity, key, parent_key, start, tokens.astype("<i4").tobytes(), exact, tuple(frames))
-    )
-    return [_preamble(header), header, *pieces]
+    ids = tokens.astype("<i4").tobytes()
+    header = Header(identity, key, parent_key, start, ids, exact, tuple(frames))
+    return header, assemble(header, pieces)
+
+
+def assemble(header: Header, stored: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
+    """The pieces of a record whose frames are stored as `stored`, one after the other."""
+    packed = msgspec.msgpack.encode(header)
+    length = _PREAMBLE.size + len(packed) + sum(len(piece) for piece in stored)
+    return [_preamble(packed), packed, bytes(-length % PAGE), *stored]
 
 
 class RecordReader:
@@ -109,7 +143,7 @@ class RecordReader:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._file = FlashReader(path)
         except FileNotFoundError as error:
             raise BadRecordError("missing", str(path)) from error
         except OSError as error:
@@ -123,15 +157,20 @@ class RecordReader:
             raise
         self.bytes_read = self._frames_start
 
-    def frame(self, number: int, out: NDArray[np.uint8]) -> None:
+    def frame(self, number: int, layout: Layout, out: NDArray[np.uint8]) -> None:
         """Read, check and decode layer group `number` into `out` (uint8, raw length)."""
         frame = self.header.frames[number]
-        if frame.raw_length != len(out):
+        first, end = frame.layers
+        tokens = len(self.header.tokens) // 4
+        inside = 0 <= first < end <= len(layout.layers)
+        shape = FrameShape(layout, range(first, end) if inside else range(1), tokens, self.header.start)
+        if not inside or not frame.raw_length == shape.nbytes == len(out):
             raise BadRecordError(
-                "shape", f"group {number} has {frame.raw_length} bytes, layout has {len(out)}"
+                "shape",
+                f"group {number}: layers {first}–{end - 1} in {frame.raw_length} bytes, not {len(out)}",
             )
         try:
-            decoder = codec.Decoder(frame.plane_lengths, frame.raw_length)
+            decoder = codec.decoder(frame.form, frame.lengths, shape)
             self._read_pieces(frame, decoder.pieces)
             checksum = xxhash.xxh3_64()
             for piece in decoder.pieces:
@@ -139,38 +178,44 @@ class RecordReader:
             if checksum.intdigest() != frame.checksum:
                 raise BadRecordError("frame checksum", f"group {number}")
             decoder.finish(out)
+        except codec.UnknownFormError as error:
+            raise BadRecordError("codec", str(error)) from error
         except ValueError as error:
             raise BadRecordError("decode", str(error)) from error
         self.bytes_read += frame.length
 
-    def read(self, start: int, out: NDArray[np.uint8]) -> None:
+    def read(self, layout: Layout, start: int, out: NDArray[np.uint8]) -> None:
         """Fill `out` (uint8) with the block's raw bytes from `start` on, however they are cut into frames."""
         at, stop = 0, start + len(out)
         for number, frame in enumerate(self.header.frames):
             end = at + frame.raw_length
             low, high = max(at, start), min(end, stop)
             if (low, high) == (at, end):
-                self.frame(number, out[at - start : end - start])
+                self.frame(number, layout, out[at - start : end - start])
             elif low < high:  # written with other layer groups than these
                 whole = np.empty(frame.raw_length, dtype=np.uint8)
-                self.frame(number, whole)
+                self.frame(number, layout, whole)
                 out[low - start : high - start] = whole[low - at : high - at]
             at = end
 
     def check_frames(self) -> None:
         """Check every frame's checksum without decoding."""
-        for number, frame in enumerate(self.header.frames):
-            stored = self._read(self._frames_start + frame.offset, frame.length)
-            if xxhash.xxh3_64_intdigest(stored) != frame.checksum:
-                raise BadRecordError("frame checksum", f"group {number}")
+        for number in range(len(self.header.frames)):
+            self.check_frame(number)
+
+    def check_frame(self, number: int) -> None:
+        """Read layer group `number` and check it without decoding."""
+        frame = self.header.frames[number]
+        stored = np.empty(frame.length, dtype=np.uint8)
+        self._fill([stored], self._frames_start + frame.offset, frame.length)
+        if xxhash.xxh3_64_intdigest(stored.data) != frame.checksum:
+            raise BadRecordError("frame checksum", f"group {number}")
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._file.close()
 
     def _read_header(self) -> tuple[Header, int]:
-        self.status = os.fstat(self._fd)
+        self.status = self._file.status()
         size = self.status.st_size
         first = self._read(0, min(size, 4096))
         if len(first) < _PREAMBLE.size:
@@ -190,31 +235,30 @@ class RecordReader:
             header = msgspec.msgpack.decode(body, type=Header)
         except msgspec.DecodeError as error:
             raise BadRecordError("header", str(error)) from error
-        expected = end + sum(frame.length for frame in header.frames)
+        frames = sum(frame.length for frame in header.frames)
+        expected = -(-(end + frames) // PAGE) * PAGE
         if size != expected:
             raise BadRecordError(
                 "truncated" if size < expected else "size", f"{size} bytes instead of {expected}"
             )
-        return header, end
+        return header, size - frames
 
     def _read_pieces(self, frame: Frame, pieces: Sequence[NDArray[np.uint8]]) -> None:
         """One contiguous read, scattered over the pieces of a frame."""
-        offset = self._frames_start + frame.offset
-        try:
-            count = os.preadv(self._fd, [piece.data for piece in pieces], offset)
-        except OSError as error:
-            raise BadRecordError("unreadable", str(error)) from error
-        if count != frame.length:  # regular files below 2 GiB are read whole
-            raise BadRecordError("truncated", f"{count} of {frame.length} bytes at {offset}")
+        self._fill(pieces, self._frames_start + frame.offset, frame.length)
 
     def _read(self, offset: int, length: int) -> bytes:
+        data = np.empty(length, dtype=np.uint8)
+        self._fill([data], offset, length)
+        return data.tobytes()
+
+    def _fill(self, pieces: Sequence[NDArray[np.uint8]], offset: int, length: int) -> None:
         try:
-            data = os.pread(self._fd, length, offset)
+            count = self._file.read(pieces, offset)
         except OSError as error:
             raise BadRecordError("unreadable", str(error)) from error
-        if len(data) != length:
-            raise BadRecordError("truncated", f"{len(data)} of {length} bytes at {offset}")
-        return data
+        if count != length:
+            raise BadRecordError("truncated", f"{count} of {length} bytes at {offset}")
 
 
 def _preamble(header: bytes) -> bytes:

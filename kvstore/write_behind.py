@@ -21,6 +21,7 @@ from .errors import StoreClosedError
 from .tiers import Tiers
 
 _GROUP = 16  # records written before a promotion gets its turn
+_AHEAD = 32 << 20  # bytes of warm memory kept ready, more than a prompt puts at a time
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +87,7 @@ class WriteBehind:
     def _run(self) -> None:
         tiers = self._tiers
         while True:
+            tiers.warm.touch_ahead(_AHEAD)
             with tiers.lock:
                 tiers.changed.wait_for(
                     lambda: (
@@ -101,12 +103,15 @@ class WriteBehind:
                 stop = self._closing and not (self._writes or promotions or settling or flushes)
                 due = len(self._writes) if flushes or self._closing else _GROUP
             if stop:
+                self._save_vectors(all_of_them=True)
                 return
             self._write_group(due)
             for block in promotions:
                 self._survive(partial(tiers.promote, block), "promotion failed")
             for done in settling:
                 done.set_result(None)
+            if flushes:
+                self._save_vectors(all_of_them=False)
             for flush in flushes:
                 self._sync(flush)
 
@@ -129,6 +134,8 @@ class WriteBehind:
                 block.waiting = False
                 self._tiers.release([block])
         self._survive(cold.measure_overhead, "folders not measured")
+        if cold.sync_is_due:
+            self._survive(cold.sync, "not forced to the medium")
         if cold.index_is_due:
             self._survive(lambda: cold.write_index(self._tiers.rows()), "index not written")
 
@@ -140,17 +147,24 @@ class WriteBehind:
             self._refuse(reason, error)
 
     def _write(self, cold: ColdTier, block: Block) -> None:
+        if not cold.may_write(block.nbytes):
+            self._refuse(
+                "today's write budget is spent", f"{cold.writes.spent} bytes of {cold.writes.per_day}"
+            )
+            return
         raw = self._tiers.raw(block)
         namespace = block.namespace
-        pieces = record.encode(
+        _, pieces = record.encode(
             identity=namespace.digest,
             key=block.key,
             parent_key=block.parent_key,
             start=block.start,
             tokens=block.tokens,
             exact=block.exact,
-            groups=[raw[frame] for frame in namespace.frames(block.length)],
-            itemsize=namespace.layout.itemsize,
+            raw=raw,
+            layout=namespace.layout,
+            groups=namespace.layer_groups,
+            with_codec=namespace.codec,
         )
         with self._tiers.lock:
             reserved = self._tiers.reserve_cold(sum(len(piece) for piece in pieces))
@@ -167,6 +181,11 @@ class WriteBehind:
         with self._tiers.lock:
             cold.release(reserved - size)
             self._tiers.written(block, size)
+
+    def _save_vectors(self, *, all_of_them: bool) -> None:
+        for semantics in self._tiers.semantics():
+            save = partial(semantics.save, self._tiers, all_of_it=all_of_them)
+            self._survive(save, "vectors not saved")
 
     def _refuse(self, reason: str, detail: object) -> None:
         """Count a reason; the first time it is worth a line in the log, a full disk would fill it."""

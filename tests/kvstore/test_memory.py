@@ -1,0 +1,72 @@
+"""Memory of a tier: pages are there before they are handed out."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore.arena import Extent
+from kvstore.memory import MemoryTier
+
+PAGE = 4096
+ARENA = 64 * PAGE
+
+
+def tier() -> MemoryTier:
+    return MemoryTier("warm", 4 * ARENA, arena_bytes=ARENA, alignment=PAGE, pin=False)
+
+
+def pages(memory: MemoryTier) -> int:
+    """How many pages the system has made for a tier."""
+    files = {memory.handle(Extent(number, 0, 0))[0] for number in range(4)}
+    return sum(os.fstat(file).st_blocks * 512 for file in files) // PAGE
+
+
+def test_what_is_handed_out_next_is_there_already() -> None:
+    """A put that waited milliseconds for the system to find its pages."""
+    memory = tier()
+    assert pages(memory) == 0
+    memory.touch_ahead(16 * PAGE)
+    assert pages(memory) == 16
+    extent = memory.allocate(16 * PAGE)
+    assert extent is not None
+    memory.view(extent, 16 * PAGE)[:] = 7
+    assert pages(memory) == 16
+    memory.touch_ahead(16 * PAGE)
+    assert pages(memory) == 32
+    assert (memory.view(extent, 16 * PAGE) == 7).all()
+    memory.release(extent)
+    memory.touch_ahead(32 * PAGE)
+    assert pages(memory) == 32, "what was given back is there"
+    memory.close()
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    steps=st.lists(
+        st.tuples(st.sampled_from(["allocate", "release", "touch"]), st.integers(1, 80)), max_size=30
+    )
+)
+def test_no_more_is_touched_than_asked_for(steps: list[tuple[str, int]]) -> None:
+    memory = tier()
+    held: list[tuple[Extent, int]] = []
+    most = 0
+    for step, count in steps:
+        if step == "allocate" and (extent := memory.allocate(count * PAGE)) is not None:
+            memory.view(extent, count * PAGE)[:] = count
+            held.append((extent, count))
+        elif step == "release" and held:
+            memory.release(held.pop(count % len(held))[0])
+        elif step == "touch":
+            before = pages(memory)
+            memory.touch_ahead(count * PAGE)
+            assert pages(memory) - before <= count
+        memory.check()
+        most = max(most, pages(memory))
+        for extent, number in held:
+            assert np.all(memory.view(extent, number * PAGE) == number)
+    assert most * PAGE <= memory.total
+    memory.close()

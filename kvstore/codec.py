@@ -1,70 +1,104 @@
-"""Lossless codec of a flash frame: byte planes, of which those that shrink are zstd-compressed.
+"""How KV is written to flash: exactly, or smaller and a little wrong.
 
-The bytes of equal weight of all elements lie together ("planes"). The plane of sign and exponent has few distinct
-values and shrinks; the mantissa planes are noise and are stored as they are. On real KV nothing lossless passes
-about 1.2x, so the point is to be cheap: planes that do not pay are found by a sample.
+    lossless   byte planes; bit for bit what was put, about 1.2x smaller than float16, no codec without loss does better
+    int8       a byte a number, not compressed: the fastest to decode, about 1.9x smaller
+    fine       a coarser grid, entropy-coded: about 3x smaller at KL < 0.001, in effect free
+    small      a coarser one still: more than 4x smaller at KL < 0.01
+
+(KL(full || reuse) of the next token, over 16 tokens; `bench.codecs` measures it.) The last three are one codec, see
+`codec_grid`, with other numbers.
+
+What a lossy codec gives back is not what was put, so it is never taken for exact (DESIGN section 5, rule 2). The wall
+is the one that already keeps KV of two models apart, the identity, of which the codec is a part:
+
+- Under an identity with `codec="lossless"`, records are exact, and a lossy one there is a bad record. That is where the
+  policy `exact` looks, and everyone else too, until a verdict says more.
+- Once a verdict measured that a model bears the profile's codec, the policies `careful` and `fast` use a view of the
+  store under the identity with that codec (`KVStore.under`). What they keep there may have gone through it, or may
+  have been computed behind what did, and never reaches anyone else.
+- Each frame of a record says in which form it is, with a version. One that this build does not know is a miss with a
+  reason, and so is one that does not decode. A frame that a lossy codec cannot hold (infinity, NaN, too few tokens to
+  know their spread) is stored without loss.
+
+The price is that a directory used under both kinds of policy holds what both use twice.
+
+The first four tokens of a prompt are always exact: all others attend to them (attention sinks, Xiao et al. 2024, arXiv
+2309.17453, section 3.1), and theirs are the outliers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, Protocol, get_args
+
 import numpy as np
-import zstandard
 from numpy.typing import NDArray
 
-from kvstore.pipeline import kernels
+from . import codec_grid, codec_planes
+from .codec_grid import Steps
+from .codec_shape import FrameShape
 
-_LEVEL = 1
-_SAMPLE = 16 * 1024
-_WORTH = 0.95  # a plane is compressed only when it shrinks below this share
+Codec = Literal["lossless", "int8", "fine", "small"]
+CODECS: tuple[Codec, ...] = get_args(Codec)
 
-
-def encode(raw: NDArray[np.uint8], itemsize: int) -> list[bytes | memoryview]:
-    """Planes of `raw` (uint8, a multiple of `itemsize` long), lowest byte first; a shorter one is compressed."""
-    compressor = zstandard.ZstdCompressor(level=_LEVEL, write_content_size=True)
-    stored: list[bytes | memoryview] = []
-    for plane in kernels.split_planes(raw.data, itemsize):
-        sample = plane[:_SAMPLE]
-        if len(sample) and len(compressor.compress(sample)) < _WORTH * len(sample):
-            packed = compressor.compress(plane)
-            if len(packed) < _WORTH * len(plane):
-                stored.append(packed)
-                continue
-        stored.append(memoryview(plane))
-    return stored
+_STEPS: dict[Codec, Steps] = {
+    "int8": Steps(keys=0.0, values=0.0, compressed=False),
+    "fine": Steps(keys=0.10, values=0.16, compressed=True),
+    "small": Steps(keys=0.36, values=0.45, compressed=True),
+}
 
 
-class Decoder:
-    """Takes the stored planes of one frame and gives its raw bytes.
+class Encoded(NamedTuple):
+    """One frame as it is stored: its form, and the pieces that lie one after the other."""
 
-    `pieces` are writable buffers, one a plane, to be filled with what was stored, in order: planes that were not
-    compressed are read straight to where they are needed. Raises ValueError when lengths do not fit.
+    form: str
+    pieces: list[bytes | memoryview]
+
+
+class Decoder(Protocol):
+    """Takes the stored pieces of one frame and gives its raw bytes.
+
+    `pieces` are writable buffers (uint8, contiguous), to be filled with what was stored, in order; what is stored as it
+    is needed is read straight to its place.
     """
 
-    def __init__(self, lengths: tuple[int, ...], raw_length: int) -> None:
-        itemsize = len(lengths)
-        count = raw_length // itemsize if itemsize else 0
-        if count * itemsize != raw_length or itemsize not in (2, 4) or max(lengths) > count:
-            raise ValueError(f"planes of {lengths} bytes do not make {raw_length} bytes")
-        self._planes = np.empty((itemsize, count), dtype=np.uint8)
-        self.pieces = [
-            plane if length == count else np.empty(length, dtype=np.uint8)
-            for plane, length in zip(self._planes, lengths, strict=True)
-        ]
+    pieces: list[NDArray[np.uint8]]
 
     def finish(self, out: NDArray[np.uint8]) -> None:
         """Decode into `out` (uint8, the raw length), after the caller has checked the checksum.
 
-        Raises ValueError for a plane that does not unpack to its length.
+        Raises ValueError for what does not decode.
         """
-        count = self._planes.shape[1]
-        for plane, piece in zip(self._planes, self.pieces, strict=True):
-            if len(piece) == count:
-                continue
-            try:
-                unpacked = zstandard.ZstdDecompressor().decompress(piece.data, max_output_size=count)
-            except zstandard.ZstdError as error:
-                raise ValueError(f"zstd: {error}") from error
-            if len(unpacked) != count:
-                raise ValueError(f"a plane unpacks to {len(unpacked)} bytes instead of {count}")
-            plane[:] = np.frombuffer(unpacked, dtype=np.uint8)
-        kernels.join_planes(self._planes, out)
+
+
+class UnknownFormError(ValueError):
+    """A frame in a form that this build does not read, of a later version as a rule."""
+
+
+def encode(codec: Codec, raw: NDArray[np.uint8], shape: FrameShape) -> Encoded:
+    """`raw` (uint8, `shape.nbytes` long, in the layout's raw form) as `codec` stores it."""
+    if codec != "lossless":
+        pieces = codec_grid.encode(raw, shape, _STEPS[codec])
+        if pieces is not None:
+            return Encoded(codec_grid.FORM, pieces)
+    return Encoded(codec_planes.FORM, codec_planes.encode(raw, shape.layout.itemsize))
+
+
+def decoder(form: str, lengths: Sequence[int], shape: FrameShape) -> Decoder:
+    """A decoder of a frame in `form` whose stored pieces have these lengths.
+
+    Raises UnknownFormError, and ValueError when lengths do not fit the shape.
+    """
+    if form == codec_planes.FORM:
+        return codec_planes.Decoder(lengths, shape.nbytes, shape.layout.itemsize)
+    if form == codec_grid.FORM:
+        return codec_grid.Decoder(lengths, shape)
+    raise UnknownFormError(f"a frame in the form {form!r}, this build reads {', '.join(FORMS)}")
+
+
+def is_lossless(form: str) -> bool:
+    """Whether a frame in this form decodes to the very bytes that were put."""
+    return form == codec_planes.FORM
+
+
+FORMS = (codec_planes.FORM, codec_grid.FORM)

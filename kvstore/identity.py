@@ -18,10 +18,11 @@ from typing import Any
 
 import msgspec
 
+from kvstore.codec import Codec
 from kvstore.errors import KVStoreError
 from kvstore.layout import LayerLayout, Layout, layer_ranges
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Of stored KV: its raw form (see `layout`) and the encoding that digests are made of. A change makes all KV stale."""
 
 
@@ -65,6 +66,7 @@ class Identity(msgspec.Struct, frozen=True, dict=True, kw_only=True):
     projector: hex digest of what turns images or sound into embeddings, empty for text alone.
     tenant_salt: bytes that only one tenant has, empty for none. Just a digest of them is kept, so that neither
         repr, diff nor the notes beside stored KV give them away; a salt digested already stays as it is.
+    codec: what KV may have gone through on flash, or what it was computed behind may have; see `codec`.
     """
 
     weights: str
@@ -74,6 +76,7 @@ class Identity(msgspec.Struct, frozen=True, dict=True, kw_only=True):
     adapters: tuple[Adapter, ...] = ()
     projector: str = ""
     tenant_salt: bytes = b""
+    codec: Codec = "lossless"
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:
@@ -129,6 +132,7 @@ class Identity(msgspec.Struct, frozen=True, dict=True, kw_only=True):
             f"weights {_short(self.weights)} ({self.quantisation}), {adapters}, {len(self.layout.layers)} layers, "
             f"{self.layout.token_bytes} bytes of {self.layout.dtype} a token, format {self.format_version}"
             + (", of a tenant" if self.tenant_salt else "")
+            + (f", {self.codec} on flash" if self.codec != "lossless" else "")
         )
 
 

@@ -156,7 +156,8 @@ static PyObject *py_place(PyObject *self, PyObject *args) {
     if (from < 0 || from >= FORMATS || to < 0 || to >= TARGETS || pairing < 0 || pairing >= PAIRINGS)
         return refuse(views, VIEWS, "no such format or pairing");
     p.from = (enum format)from, p.to = (enum format)to, p.pairing = (enum pairing)pairing;
-    p.packed = from == U4, p.scales.per_token = per_token;
+    p.scales.per_token = per_token;
+    const bool packed = from == U4, offset = packed || from == U8;
     if (!open_view(objects[SRC], &views[SRC], "src", 3, BYTES[from], STRIDED) ||
         !open_view(objects[DST], &views[DST], "dst", 3, BYTES[to], WRITABLE) ||
         !open_view(objects[SLOTS], &views[SLOTS], "slots", 1, 8, CONTIGUOUS) ||
@@ -169,7 +170,7 @@ static PyObject *py_place(PyObject *self, PyObject *args) {
     const Py_buffer *src = &views[SRC], *dst = &views[DST], *cos = &views[COS], *sin = &views[SIN];
     if (!src->obj || !dst->obj) return refuse(views, VIEWS, "src and dst are needed");
     p.heads = dst->shape[0], p.tokens = src->shape[1], p.channels = dst->shape[2];
-    if (!has_shape(src, p.heads, p.tokens, p.packed ? p.channels / 2 : p.channels) || (p.packed && p.channels % 2))
+    if (!has_shape(src, p.heads, p.tokens, packed ? p.channels / 2 : p.channels) || (packed && p.channels % 2))
         return refuse(views, VIEWS, "src and dst differ in heads or channels");
     p.src = src->buf, p.src_head = src->strides[0], p.src_token = src->strides[1], p.src_channel = src->strides[2];
     if (src->shape[2] <= 1) p.src_channel = BYTES[from]; /* the stride of a single item says nothing */
@@ -181,10 +182,10 @@ static PyObject *py_place(PyObject *self, PyObject *args) {
         p.cos = cos->buf, p.sin = sin->buf, p.pairs = cos->shape[1];
         p.angle_stride = cos->shape[0] == 1 ? 0 : p.pairs;
     }
-    if (from == I8 || from == U4) {
+    if (from == I8 || offset) {
         bool strided = p.src_channel != 1 && src->shape[2] > 1 && p.heads && p.tokens;
-        if (!views[SCALES].obj || (from == U4) != (views[OFFSETS].obj != NULL) || strided ||
-            !take_scales(&p.scales, &views[SCALES], from == U4 ? &views[OFFSETS] : NULL, p.heads, p.tokens, p.channels))
+        if (!views[SCALES].obj || offset != (views[OFFSETS].obj != NULL) || strided ||
+            !take_scales(&p.scales, &views[SCALES], offset ? &views[OFFSETS] : NULL, p.heads, p.tokens, p.channels))
             return refuse(views, VIEWS, "codes, scales and offsets do not fit");
     }
     int64_t *slots = NULL;
@@ -236,8 +237,9 @@ static PyObject *run_quantise(PyObject *args, bool codes_wanted) {
     if (!take_scales(&q.scales, &views[FIRST], second->obj ? second : NULL, q.heads, q.tokens, q.channels))
         return refuse(views, VIEWS, "scales, offsets or extremes do not fit");
     if (codes_wanted) {
-        q.packed = second->obj != NULL, q.codes = codes->buf;
-        q.least = q.packed ? 0 : -127, q.most = q.packed ? 15 : 127;
+        const bool offset = second->obj != NULL;
+        q.packed = offset && codes->shape[2] != q.channels, q.codes = codes->buf;
+        q.least = offset ? 0 : -127, q.most = q.packed ? 15 : offset ? 255 : 127;
         if ((q.packed && q.channels % 2) ||
             !has_shape(codes, q.heads, q.tokens, q.packed ? q.channels / 2 : q.channels))
             return refuse(views, VIEWS, "codes do not fit");
@@ -261,7 +263,8 @@ static PyObject *py_extremes(PyObject *self, PyObject *args) {
     return run_quantise(args, false);
 }
 
-/* encode(src, scales, offsets or None, codes, from, per_token, group): with offsets 4 bits, packed; without 8 */
+/* encode(src, scales, offsets or None, codes, from, per_token, group): without offsets signed bytes; with them bytes,
+   or 4 bits where codes are half as wide */
 static PyObject *py_encode(PyObject *self, PyObject *args) {
     (void)self;
     return run_quantise(args, true);

@@ -12,12 +12,12 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
-/* Formats of a channel. U4 is a 4-bit code already unpacked to a byte. */
-enum format { F16, BF16, F32, I8, U4, FORMATS };
+/* Formats of a channel. U4 lies two a byte and is unpacked to U8 on the way. */
+enum format { F16, BF16, F32, I8, U4, U8, FORMATS };
 #define TARGETS 3 /* F16, BF16 and F32 can be written */
 enum pairing { HALF, INTERLEAVED, PAIRINGS };
 
-static const ptrdiff_t BYTES[FORMATS] = {2, 2, 4, 1, 1};
+static const ptrdiff_t BYTES[FORMATS] = {2, 2, 4, 1, 1, 1};
 
 /* `count` tokens of one head: row t is read at src + t * src_stride, turned, and written at
    dst + slot(t) * dst_stride. Channels lie side by side in a row. Strides of src and dst are in bytes, of the
@@ -31,7 +31,7 @@ struct rows {
     const int64_t *slots; /* NULL: slot(t) = t */
     const float *cos, *sin;
     ptrdiff_t angle_stride;
-    const float *scale, *offset; /* a value per channel: I8 is code * scale, U4 is code * scale + offset */
+    const float *scale, *offset; /* a value per channel: I8 is code * scale, U8 is code * scale + offset */
     ptrdiff_t scale_stride;
 };
 

@@ -9,7 +9,6 @@
 struct placing {
     enum format from, to;
     enum pairing pairing;
-    bool packed; /* U4 with two codes a byte */
     ptrdiff_t heads, tokens, channels, pairs;
     const char *src;
     ptrdiff_t src_head, src_token, src_channel; /* strides in bytes */
@@ -51,7 +50,8 @@ static void copy(const struct placing *p) {
 /* False when there is no memory for the tiles; nothing is written then. */
 static bool place(const struct level *level, const struct placing *p) {
     const ptrdiff_t from_bytes = BYTES[p->from], to_bytes = BYTES[p->to], channels = p->channels;
-    const bool gathered = p->packed || p->src_channel != from_bytes, scattered = p->dst_channel != to_bytes;
+    const bool packed = p->from == U4;
+    const bool gathered = packed || p->src_channel != from_bytes, scattered = p->dst_channel != to_bytes;
     const bool spread = p->scales.scale && p->scales.per_token;
     if (p->from == p->to && !p->pairs && !gathered && !scattered) {
         copy(p);
@@ -79,7 +79,7 @@ static bool place(const struct level *level, const struct placing *p) {
             }
             if (p->scales.scale) point_scales(&p->scales, h, t, scale_tile, &rows);
             count = rows.count;
-            if (p->packed)
+            if (packed)
                 for (ptrdiff_t k = 0; k < count; k++)
                     unpack(rows.src + k * p->src_token, src_tile + k * channels, channels / 2);
             else if (gathered) gather(src_tile, rows.src, p->src_token, p->src_channel, count, channels, from_bytes);
@@ -87,7 +87,7 @@ static bool place(const struct level *level, const struct placing *p) {
 
             char *dst = rows.dst;
             if (scattered) rows.dst = dst_tile, rows.dst_stride = channels * to_bytes, rows.slots = NULL;
-            level->rows[p->from][p->to][p->pairing](&rows);
+            level->rows[packed ? U8 : p->from][p->to][p->pairing](&rows);
             if (scattered)
                 scatter(dst_tile, dst, p->dst_token, p->dst_channel, p->slots ? p->slots + t : NULL, count, channels,
                         to_bytes);

@@ -136,7 +136,7 @@ ROWS_FROM(F16)
 ROWS_FROM(BF16)
 ROWS_FROM(F32)
 ROWS_FROM(I8)
-ROWS_FROM(U4)
+ROWS_FROM(U8)
 #undef ROWS_FROM
 #undef ROWS_TO
 #undef ROWS
@@ -145,7 +145,7 @@ ROWS_FROM(U4)
 #define ENTRY_FROM(from) {ENTRY_TO(from, F16), ENTRY_TO(from, BF16), ENTRY_TO(from, F32)}
 static const struct level LEVEL(level) = {
     LEVEL_NAME,
-    {ENTRY_FROM(F16), ENTRY_FROM(BF16), ENTRY_FROM(F32), ENTRY_FROM(I8), ENTRY_FROM(U4)},
+    {ENTRY_FROM(F16), ENTRY_FROM(BF16), ENTRY_FROM(F32), ENTRY_FROM(I8), [U8] = ENTRY_FROM(U8)},
     LEVEL(extremes),
     LEVEL(encode),
     {LEVEL(split2), LEVEL(split4)},

@@ -45,7 +45,7 @@ _NUMPY_DTYPE: dict[str, np.dtype[Any]] = {
 }
 _FLOAT32, _FLOAT16, _INT64 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(np.int64)
 _FORMAT = {"float16": 0, "bfloat16": 1, "float32": 2}  # enum format in _numbers.h
-_INT8, _INT4 = 3, 4
+_INT8, _INT4, _UINT8 = 3, 4, 5
 _PAIRING: dict[str, int] = {"half": 0, "interleaved": 1}
 _OVERLAP_WORK = 10_000  # candidates numpy may try to prove two interleaved arrays apart
 
@@ -54,7 +54,8 @@ _OVERLAP_WORK = 10_000  # candidates numpy may try to prove two interleaved arra
 class Quantised:
     """A block's keys or values in 8 or 4 bits.
 
-    8 bits: codes int8 [heads, tokens, channels], value = code * scale, scales float32, offsets None.
+    8 bits: codes int8 [heads, tokens, channels], value = code * scale, scales float32, offsets None; or codes uint8,
+    value = code * scale + offset, scales and offsets float32.
     4 bits: codes uint8 [heads, tokens, channels / 2], channel 2i in the low half of byte i and 2i + 1 in the high
     half, value = code * scale + offset, scales and offsets float16.
 
@@ -141,12 +142,13 @@ def place_quantised(
     cos, sin = _check_angles(cos, sin, pairing, tokens, channels)
     slots = _check_slots(slots, tokens, dst.shape[1])
     scales = _dense(src.scales.astype(np.float32, copy=False))
-    offsets = None if src.offsets is None else _dense(src.offsets.astype(np.float32))
+    offsets = None if src.offsets is None else _dense(src.offsets.astype(np.float32, copy=False))
     if _level == "numpy":
-        values = fallback.decode(src.codes, scales, offsets, src.per, src.group)
+        values = fallback.decode(src.codes, scales, offsets, src.bits, src.per, src.group)
         fallback.place(values, dst, slots, cos, sin, "float32", dst_dtype, pairing)
     else:
-        formats = _INT8 if src.bits == 8 else _INT4, _FORMAT[dst_dtype], _PAIRING[pairing]
+        code = _INT4 if src.bits == 4 else _INT8 if offsets is None else _UINT8
+        formats = code, _FORMAT[dst_dtype], _PAIRING[pairing]
         native.place(
             src.codes, dst, slots, cos, sin, scales, offsets, *formats, src.per == "token", src.group
         )
@@ -187,6 +189,32 @@ def quantise(
     else:
         native.encode(src, divisors, shifts, codes, _FORMAT[src_dtype], per == "token", group)
     return Quantised(codes, scales, offsets, bits, per, group)
+
+
+def quantise_on(
+    src: NDArray[Any],
+    scales: NDArray[np.float32],
+    offsets: NDArray[np.float32],
+    *,
+    src_dtype: Dtype,
+    per: Per,
+    group: int,
+) -> Quantised:
+    """Codes 0 to 255 of `src` [heads, tokens, channels] on a grid that is given: (value - offset) / scale, rounded.
+
+    `scales`, all positive, and `offsets` as in `Quantised`. A value beyond either end of its grid gets the code of
+    that end, NaN any code.
+    """
+    _check_array("src", src, _numpy_dtype("src_dtype", src_dtype))
+    made = Quantised(np.empty(src.shape, np.uint8), scales, offsets, 8, per, group)
+    _check_quantised(made)
+    if _level == "numpy":
+        fallback.encode(src, scales, offsets, made.codes, src_dtype, per, group)
+    else:
+        native.encode(
+            src, _dense(scales), _dense(offsets), made.codes, _FORMAT[src_dtype], per == "token", group
+        )
+    return made
 
 
 def split_planes(items: Buffer, itemsize: int, out: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
@@ -343,16 +371,17 @@ def _scales_shape(shape: tuple[int, ...], per: str, group: int) -> tuple[int, in
 def _check_quantised(src: Quantised) -> tuple[int, int, int]:
     """Shape of the values."""
     _check_recipe(src.bits, src.per, src.group)
-    _check_array("codes", src.codes, np.dtype(np.int8 if src.bits == 8 else np.uint8))
+    signed = src.bits == 8 and src.offsets is None
+    _check_array("codes", src.codes, np.dtype(np.int8 if signed else np.uint8))
     heads, tokens, width = src.codes.shape
     shape = heads, tokens, width * 8 // src.bits
     if src.codes.size and width > 1 and src.codes.strides[2] != 1:
         raise ValueError("codes of a token must lie side by side")
     parts = [("scales", src.scales)]
-    if src.bits == 4:
-        if src.offsets is None:
-            raise ValueError("4-bit codes need offsets")
+    if src.offsets is not None:
         parts.append(("offsets", src.offsets))
+    elif src.bits == 4:
+        raise ValueError("4-bit codes need offsets")
     for name, values in parts:
         _check_array(name, values, _FLOAT32 if src.bits == 8 else _FLOAT16)
         if values.shape != _scales_shape(shape, src.per, src.group):

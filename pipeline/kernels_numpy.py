@@ -108,18 +108,20 @@ def encode(
         else:
             values -= _spread(offsets, src.shape, per, group)
             values /= _spread(scales, src.shape, per, group)
-            nibbles = np.rint(np.clip(values, 0, 15)).astype(np.uint8)
-            codes[...] = nibbles[..., 0::2] | nibbles[..., 1::2] << np.uint8(4)
+            packed = codes.shape[2] != src.shape[2]
+            steps = np.rint(np.clip(values, 0, 15 if packed else 255)).astype(np.uint8)
+            codes[...] = steps[..., 0::2] | steps[..., 1::2] << np.uint8(4) if packed else steps
 
 
-def decode(codes: NDArray[Any], scales: Floats, offsets: Floats | None, per: str, group: int) -> Floats:
+def decode(
+    codes: NDArray[Any], scales: Floats, offsets: Floats | None, bits: int, per: str, group: int
+) -> Floats:
     """Values [heads, tokens, channels] of codes."""
-    if offsets is None:
-        return codes.astype(np.float32) * _spread(scales, codes.shape, per, group)
-    nibbles = np.stack([codes & np.uint8(15), codes >> np.uint8(4)], axis=-1)
-    nibbles = nibbles.reshape(*codes.shape[:2], 2 * codes.shape[2])
-    scaled = nibbles.astype(np.float32) * _spread(scales, nibbles.shape, per, group)
-    return scaled + _spread(offsets, nibbles.shape, per, group)
+    if bits == 4:
+        nibbles = np.stack([codes & np.uint8(15), codes >> np.uint8(4)], axis=-1)
+        codes = nibbles.reshape(*codes.shape[:2], 2 * codes.shape[2])
+    scaled = codes.astype(np.float32) * _spread(scales, codes.shape, per, group)
+    return scaled if offsets is None else scaled + _spread(offsets, codes.shape, per, group)
 
 
 def _spread(values: Floats, shape: tuple[int, ...], per: str, group: int) -> Floats:

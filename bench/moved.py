@@ -8,8 +8,8 @@ prompt reuses is brought into memory before; writing in the background ends befo
     none       no store: prefill of all tokens
     prefix     exact prefix runs only
     full       moved runs as they are, nothing repaired
-    fast       moved runs, repaired as the verdict says for this policy; without one, the first 8 tokens of each
-    careful    the same for this policy; without a verdict, 15 % by the question's attention
+    fast       moved runs, repaired as the verdict says for this policy; without one, the first 6 tokens of each
+    careful    the same for this policy; without a verdict, 10 % by the question's attention
 
 All run on one engine: the same graph sizes and context lengths. Time to first token (TTFT) runs from token ids to the
 first token, memory for the KV, look-up, lease and load included. Answers are compared with those of `none` as
@@ -26,6 +26,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from rich.progress import Progress
@@ -36,20 +37,20 @@ from bench.timed_runtime import TimedRuntime
 from bench.workloads import Request
 from kvstore import models
 from kvstore.calibrate import calibrate
+from kvstore.choice import choose, repairable
 from kvstore.fidelity import FORCED, Fidelity, Reference, fidelity, greedy, reference
 from kvstore.language_model import LanguageModel
-from kvstore.moved import SHORTEST
 from kvstore.pipeline.engine import StaticGraphEngine
 from kvstore.pipeline.kv_allocation import KvAllocation
 from kvstore.pipeline.onnx_runtime import OnnxRuntime
-from kvstore.pipeline.recompute import AnyRepair, Attended, FirstTokens, MovedRun, Nothing
+from kvstore.pipeline.recompute import AnyRepair, Attended, FirstTokens, Nothing
 from kvstore.prefill import Prefilled, prefill
 from kvstore.reuse import Verdict
 from kvstore.session import Session
 from kvstore.store import KVStore
 
 MODES = ("none", "prefix", "full", "fast", "careful")
-UNMEASURED = Verdict(fast=FirstTokens(8), careful=Attended(0.15))
+UNMEASURED = Verdict(fast=FirstTokens(6), careful=Attended(0.10))
 
 
 class Run(NamedTuple):
@@ -109,7 +110,8 @@ class Bench:
         for prompt in prompts:
             self._warm_up(len(prompt) + FORCED)
         with kvstore.open(folder, identity=self.model.identity) as store:
-            store.keep_verdict(self.verdict)
+            # All modes look into one store, so `fast` is not to keep its KV in a view of its own.
+            store.keep_verdict(msgspec.structs.replace(self.verdict, codecs=()))
             exact, fast = Session(self.engine, store, "exact"), Session(self.engine, store, "fast")
             task = progress.add_task(name, total=len(requests))
             for number, (request, prompt) in enumerate(zip(requests, prompts, strict=True)):
@@ -165,7 +167,7 @@ class Bench:
             repair = repairs[mode]
             fill = partial(prefill, self.engine, store, prompt, repair=repair)
             run, _ = self._answer(request, prompt, fill, full)
-            runs[mode] = run._replace(due=_due(store, prompt, repair, run))
+            runs[mode] = run._replace(due=self._due(store, prompt, repair, run))
         return runs
 
     def _answer(
@@ -205,6 +207,30 @@ class Bench:
         engine.recycle(kv)
         return run, original
 
+    def _due(self, store: KVStore, prompt: NDArray[np.int32], repair: AnyRepair | None, done: Run) -> int:
+        """Tokens that had to be computed. Raises AssertionError if a token was reused that is not the prompt's.
+
+        What is checked is what a look-up finds now; that `done` used the same is told by the number of tokens.
+        """
+        match = store.lookup(prompt, moved=repair is not None)
+        costs = self.engine.costs(done.slots)
+        choice = choose(len(prompt), match.length, match.runs, repair or Nothing(), costs)
+        for block in match.blocks:
+            held = block.tokens[: max(0, match.length - block.start)]
+            assert np.array_equal(held, prompt[block.start : block.start + len(held)]), "another prefix"
+        for run in choice.runs:
+            assert sum(piece.length for piece in run.pieces) == run.length, "pieces do not make up their run"
+            for piece in run.pieces:
+                held = piece.block.tokens[piece.offset : piece.offset + piece.length]
+                wanted = prompt[piece.target : piece.target + piece.length]
+                assert np.array_equal(held, wanted), f"moved tokens at {piece.target} differ"
+        assert choice.prefix == done.prefix, "another prefix than is found now"
+        covered = sum(run.length for run in choice.runs)
+        assert covered == done.moved + done.recomputed, "other runs than are found now"
+        if repair is None:
+            return done.computed
+        return done.computed + min(repair.least(repairable(choice.runs)), done.recomputed)
+
     def _holds(self, request: Request, answer: Sequence[int]) -> bool:
         said = self.model.tokenizer.decode(answer).lower()
         return any(expected.lower() in said for expected in request.question.answers)
@@ -214,7 +240,7 @@ class Bench:
         if kv.slots not in self._warm:
             self._warm.add(kv.slots)
             self.engine.warm_up(tokens)
-            for size in (1, 16, 32):  # of a question whose attention is looked at
+            for size in (1, 16):  # of a question whose attention is looked at
                 places = np.arange(size, dtype=np.int32)
                 self.engine.probe(places, places, places, kv)
         self.engine.recycle(kv)
@@ -224,32 +250,6 @@ def _computed(engine: StaticGraphEngine, prompt: NDArray[np.int32], kv: KvAlloca
     """What a prefill without a store comes to."""
     tiers = {"hot": 0, "warm": 0, "cold": 0}
     return Prefilled(engine.prefill(prompt, kv), 0, 0, 0, len(prompt), tiers, 0, 0.0, len(prompt))
-
-
-def _due(store: KVStore, prompt: NDArray[np.int32], repair: AnyRepair | None, done: Run) -> int:
-    """Tokens that had to be computed. Raises AssertionError if a token was reused that is not the prompt's.
-
-    What is checked is what a look-up finds now; that `done` used the same is told by the number of tokens.
-    """
-    match = store.lookup(prompt, moved=repair is not None)
-    for block in match.blocks:
-        held = block.tokens[: max(0, match.length - block.start)]
-        assert np.array_equal(held, prompt[block.start : block.start + len(held)]), "a prefix of other tokens"
-    last = len(prompt) - 1
-    cut = (run.before(last) for run in match.runs)
-    runs = [run for run in cut if run is not None and run.length >= SHORTEST]
-    for run in runs:
-        assert sum(piece.length for piece in run.pieces) == run.length, "pieces do not make up their run"
-        for piece in run.pieces:
-            held = piece.block.tokens[piece.offset : piece.offset + piece.length]
-            wanted = prompt[piece.target : piece.target + piece.length]
-            assert np.array_equal(held, wanted), f"moved tokens at {piece.target} differ"
-    assert min(match.length, last) == done.prefix, "another prefix than is found now"
-    assert sum(run.length for run in runs) == done.moved + done.recomputed, "other runs than are found now"
-    if repair is None or not runs:
-        return done.computed
-    least: int = repair.least([MovedRun(run.target, run.length) for run in runs])
-    return done.computed + min(least, done.recomputed)
 
 
 def report_workload(report: Report, bench: Bench, name: str, runs: Runs) -> None:

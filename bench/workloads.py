@@ -31,6 +31,9 @@ Size = Callable[[str], int]
 HELD = 0.80
 """Share of a notes prompt's tokens that stand in passages shown before."""
 
+_NOTE = 128  # tokens of a chunk, at least
+_LOOKED_AT = 64  # new notes among which one that fits is looked for
+
 _TEMPLATE = 40  # tokens that the chat template adds, and the seams between a few segments
 
 
@@ -82,39 +85,51 @@ def by_words(query: str, passages: Sequence[str]) -> list[str]:
 
 
 def _notes(data: Path | None, rng: random.Random, size: Size, tokens: int) -> Iterator[Request]:
-    """A passage comes again the likelier the oftener it was shown, and new ones come at a constant rate.
+    """A note comes again the likelier the oftener it was shown, and new ones come at a constant rate.
 
     Which gives a Zipf law (Simon, On a class of skew distribution functions, 1955).
     """
-    system = "You answer questions about the user's notes. Answer in a few words, only from the notes below."
+    system = "You answer questions about the user's notes. Answer from the notes below."
     asked, others = texts.passages(data)
     rng.shuffle(others)
-    new = [*asked, *(texts.Passage(other) for other in others[: len(asked)])]
-    new = [passage for passage in new if size(passage.text) <= (1 - HELD) * tokens]
-    rng.shuffle(new)
+    passages = [*asked, *(texts.Passage(other) for other in others[: len(asked)])]
+    rng.shuffle(passages)
+    new = [note for note in _chunked(passages, size) if size(note.text) <= (1 - HELD) * tokens]
     history: list[texts.Passage] = []
     longest = max(size(question.text) for passage in asked for question in passage.questions)
     while new:
-        shown: list[texts.Passage] = []
         left = tokens - size(system) - longest
-        again = HELD * tokens
-        while history and len(shown) < len(set(history)):
-            passage = rng.choice(history)
-            if passage in shown:
-                continue
-            if size(passage.text) > again:
-                break
-            again -= size(passage.text)
-            left -= size(passage.text)
-            shown.append(passage)
-        while new and size(new[-1].text) <= left:
-            left -= size(new[-1].text)
-            shown.append(new.pop())
+        shown = _fill(rng.sample(history, len(history)), size, HELD * tokens)
+        left -= sum(size(note.text) for note in shown)
+        fresh = _fill(new[:_LOOKED_AT], size, left)
+        new = [note for note in new if note not in fresh] if fresh else new[1:]
+        shown += fresh
         rng.shuffle(shown)
         history += shown
-        questions = [question for passage in shown for question in passage.questions]
+        questions = [question for note in shown for question in note.questions]
         if questions:
-            yield Request(system, tuple(passage.text for passage in shown), rng.choice(questions))
+            yield Request(system, tuple(note.text for note in shown), rng.choice(questions))
+
+
+def _chunked(passages: Sequence[texts.Passage], size: Size) -> Iterator[texts.Passage]:
+    """Short passages joined, as splitters for retrieval do, to notes of at least _NOTE tokens."""
+    waiting: list[texts.Passage] = []
+    for passage in passages:
+        waiting.append(passage)
+        if sum(size(each.text) for each in waiting) >= _NOTE:
+            questions = tuple(question for each in waiting for question in each.questions)
+            yield texts.Passage("\n".join(each.text for each in waiting), questions)
+            waiting = []
+
+
+def _fill(notes: Sequence[texts.Passage], size: Size, left: float) -> list[texts.Passage]:
+    """Different notes, the first that still fit, of at most `left` tokens together."""
+    taken: list[texts.Passage] = []
+    for note in notes:
+        if size(note.text) <= left and note not in taken:
+            left -= size(note.text)
+            taken.append(note)
+    return taken
 
 
 def _hops(data: Path | None, rng: random.Random, size: Size, tokens: int) -> Iterator[Request]:

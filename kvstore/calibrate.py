@@ -1,54 +1,77 @@
 """The quality gate: measures what moved reuse does to a model's answers, and which repair each policy may use.
 
-Prompts are made of passages of a text, each with one of several similar facts in it, behind one system prompt. Every
-passage was captured before, behind the system prompt and other passages, as real traffic captures it. Each prompt is
-answered by full prefill, and with each repair over the moved passages:
+Prompts are made of a text (see `trials`), their passages captured before as traffic captures them. Each is answered by
+full prefill, and with each repair over the moved passages:
 
 - KL(full || reuse) at the first token and, teacher-forced, over 16 tokens, and whether the most likely token stays;
 - recall: of the facts that full prefill finds, how many reuse still finds. KL alone does not tell: with five similar
   facts in five passages lookup fell from 0.62 to 0.2 while KL stayed small.
+
+Some prompts also go on from KV that went through each codec with loss, see `codec`.
+
+A prompt whose fact full prefill does not find says nothing about reuse, and is left out. A repair that misses the bars
+by more than chance explains is not tried on further prompts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
+import kvstore
 from kvstore.pipeline.recompute import AnyRepair, Attended, Both, FirstTokens, Nothing
+from kvstore.pipeline.self_test import why_not_shift
 
-from .fidelity import FORCED, Fidelity, Reference, fidelity, greedy, reference
+from .codec import Codec
+from .codec_trial import MOST_KL as MOST_CODEC_KL
+from .codec_trial import CodecTrial, bears, go_on, pass_through
+from .fidelity import FORCED, Fidelity, Reference, answer_of_reuse, fidelity, reference
 from .language_model import LanguageModel
 from .prefill import prefill
-from .reuse import Measurement, Verdict, judge
+from .reuse import LEAST_AGREEMENT, MOST_KL, Measurement, Verdict, judge
 from .session import Session
 from .store import KVStore
+from .trials import Context, Trial, trials
 
 CANDIDATES: tuple[AnyRepair, ...] = (
     Nothing(),
+    FirstTokens(4),
     FirstTokens(8),
     FirstTokens(16),
     FirstTokens(32),
     Attended(0.10),
     Attended(0.15),
     Attended(0.25),
-    Both(FirstTokens(8), Attended(0.15)),
+    Attended(0.40),
+    Both(FirstTokens(4), Attended(0.10)),
 )
 
-_PASSAGES = 5
-_PLACES = ("north", "south", "east", "west", "harbour", "hill", "river", "forest", "valley", "island")
-_SYSTEM = "You are a helpful assistant. Answer the question from the passages below."
+_ROUND = 16  # prompts after which repairs without a chance are dropped
+_CHANCE = 0.01
+_CODED = 16  # prompts that go through the codecs, whose effect varies little
 
 
-class Trial(NamedTuple):
-    """One prompt: token ids, what full prefill says to it, and the fact that it asks for (None: an open question)."""
+class Answered(NamedTuple):
+    """A trial, and what full prefill says to it. A fact that is asked for is in the answer."""
 
-    prompt: NDArray[np.int32]
+    trial: Trial
     full: Reference
-    fact: str | None
-    found: bool  # whether full prefill's answer holds the fact
+
+
+class Result(NamedTuple):
+    """What one repair did to one answer. `found`: whether the fact is still in it; None where none is asked for.
+
+    `recomputed`: share of the moved tokens computed again.
+    """
+
+    close: Fidelity
+    found: bool | None
+    recomputed: float
 
 
 def calibrate(
@@ -58,51 +81,102 @@ def calibrate(
     *,
     trials: int = 64,
     candidates: Sequence[AnyRepair] = CANDIDATES,
+    tokens: int = 450,
     seed: int = 0,
     progress: Callable[[float], None] = lambda _: None,
 ) -> Verdict:
-    """Measure `candidates` over `trials` prompts made of `text`, keep the verdict with the store, and return it.
+    """Measure `candidates` over `trials` prompts of about `tokens` tokens, keep the verdict with `store`, return it.
 
-    `store` holds this model's identity; what is captured for the trials stays in it. progress: share done.
+    `store` holds this model's identity; what is captured for the trials does not get into it. progress: share done.
+    Raises ValueError when `text` is too short for passages.
     """
-    random = np.random.default_rng(seed)
-    passages = _passages(model, text)
-    made: list[Trial] = []
-    results: dict[AnyRepair, list[_Result]] = {repair: [] for repair in candidates}
-    for number in range(trials):
-        chosen = random.choice(len(passages), _PASSAGES, replace=False)
-        facts = _facts(random)
-        told = [_with_fact(passages[at], fact, random) for at, fact in zip(chosen, facts, strict=True)]
-        _capture(model, store, told, random)
-        trial = _trial(model, told, facts, ask_fact=number % 2 == 0, random=random)
-        made.append(trial)
-        for repair in candidates:
-            results[repair].append(_try(model, store, trial, repair))
-        progress((number + 1) / trials)
-    verdict = judge(tuple(_summary(repair, made, results[repair]) for repair in candidates))
+    refused = why_not_shift(model.engine, [layer.rope for layer in store.layout.layers])
+    if refused is not None:
+        store.keep_verdict(verdict := Verdict(None, None, reasons=(refused,)))
+        return verdict
+    results: dict[AnyRepair, list[Result]] = {repair: [] for repair in candidates}
+    tried = list(results)
+    coded = dict[Codec, list[CodecTrial]]()
+    for number, asked in enumerate(answered(model, text, trials, tokens=tokens, seed=seed), start=1):
+        for repair, result in attempt(model, asked, "traffic", tried).items():
+            results[repair].append(result)
+        if number % _ROUND == 0:
+            tried = [repair for repair in tried if not _out_of_reach(results[repair])]
+        if number <= _CODED:
+            for codec, trial in _through_codecs(model, asked, store.block_tokens).items():
+                coded.setdefault(codec, []).append(trial)
+        progress(number / trials)
+    verdict = msgspec.structs.replace(
+        judge(tuple(measurement(repair, some) for repair, some in results.items() if some)),
+        codecs=tuple(codec for codec, some in coded.items() if bears(codec, some)),
+    )
     store.keep_verdict(verdict)
     return verdict
 
 
-class _Result(NamedTuple):
-    close: Fidelity
-    found: bool
-    recomputed: float
+def answered(
+    model: LanguageModel, text: str, count: int, *, tokens: int = 450, seed: int = 0
+) -> Iterator[Answered]:
+    """Up to `count` trials on which a repair can be measured; fewer where full prefill finds few facts."""
+    engine, yielded = model.engine, 0
+    for trial in trials(model, text, 3 * count, tokens=tokens, seed=seed):
+        if yielded == count:
+            return
+        end = len(trial.prompt)
+        kv = engine.allocate(end + FORCED)
+        full = reference(engine, kv, engine.prefill(trial.prompt, kv), end)
+        engine.recycle(kv)
+        if trial.fact is None or trial.fact in model.tokenizer.decode(full.answer):
+            yielded += 1
+            yield Answered(trial, full)
 
 
-def _try(model: LanguageModel, store: KVStore, trial: Trial, repair: AnyRepair) -> _Result:
-    """Answer a trial's prompt with moved reuse under `repair`, teacher-forced with full prefill's answer."""
-    engine, end = model.engine, len(trial.prompt)
-    kv = engine.allocate(end + FORCED)
-    done = prefill(engine, store, trial.prompt, kv, repair)
-    close = fidelity(engine, kv, done.logits, end, trial.full)
-    found = trial.found and _holds(model, greedy(engine, kv, done.logits, end), trial.fact)
-    covered = done.moved + done.recomputed
-    return _Result(close, found, done.recomputed / covered if covered else 0.0)
+def attempt(
+    model: LanguageModel, asked: Answered, context: Context, repairs: Sequence[AnyRepair]
+) -> dict[AnyRepair, Result]:
+    """Answer a trial's prompt with moved reuse under each of `repairs`, its passages captured in `context`."""
+    engine, (trial, full) = model.engine, asked
+    end, results = len(trial.prompt), dict[AnyRepair, Result]()
+    with kvstore.open(None, identity=model.identity) as store:
+        exact = Session(engine, store, "exact")
+        for capture in trial.captures[context]:
+            exact.generate(capture, 1)
+        for repair in repairs:
+            kv = engine.allocate(end + FORCED)
+            done = prefill(engine, store, trial.prompt, kv, repair)
+            close = fidelity(engine, kv, done.logits, end, full)
+            found = None
+            if trial.fact is not None:
+                answer = answer_of_reuse(engine, kv, end, full, close)
+                found = trial.fact in model.tokenizer.decode(answer)
+            covered = done.moved + done.recomputed
+            results[repair] = Result(close, found, done.recomputed / covered if covered else 0.0)
+            engine.recycle(kv)
+    return results
 
 
-def _summary(repair: AnyRepair, trials: Sequence[Trial], results: Sequence[_Result]) -> Measurement:
-    asked = [bool(result.found) for trial, result in zip(trials, results, strict=True) if trial.found]
+def _through_codecs(model: LanguageModel, asked: Answered, block_tokens: int) -> dict[Codec, CodecTrial]:
+    """Answer a trial's prompt from KV that went through each codec with loss."""
+    engine, prompt = model.engine, asked.trial.prompt
+    whole = engine.allocate(len(prompt) + FORCED)
+    engine.prefill(prompt, whole)
+    found = {
+        codec: go_on(
+            engine,
+            whole,
+            prompt,
+            asked.full,
+            partial(pass_through, codec, model.identity.layout, block_tokens),
+        )
+        for codec in MOST_CODEC_KL
+    }
+    engine.recycle(whole)
+    return found
+
+
+def measurement(repair: AnyRepair, results: Sequence[Result]) -> Measurement:
+    """The means of `results`, at least one."""
+    found = [result.found for result in results if result.found is not None]
     return Measurement(
         repair=repair,
         prompts=len(results),
@@ -110,74 +184,19 @@ def _summary(repair: AnyRepair, trials: Sequence[Trial], results: Sequence[_Resu
         kl_mean=float(np.mean([result.close.kl.mean() for result in results])),
         first_agrees=float(np.mean([result.close.agrees[0] for result in results])),
         all_agree=float(np.mean([result.close.agrees.mean() for result in results])),
-        recall=float(np.mean(asked)) if asked else 0.0,
-        recall_prompts=len(asked),
+        recall=float(np.mean(found)) if found else 0.0,
+        recall_prompts=len(found),
         recomputed=float(np.mean([result.recomputed for result in results])),
     )
 
 
-def _passages(model: LanguageModel, text: str, tokens: int = 140) -> list[str]:
-    """Consecutive passages of about `tokens` tokens, each a whole number of lines."""
-    passages, lines, size = [], list[str](), 0
-    for line in text.splitlines():
-        lines.append(line)
-        size += len(model.tokenizer.encode(line)) + 1
-        if size >= tokens:
-            passages.append("\n".join(lines).strip())
-            lines, size = [], 0
-    return [passage for passage in passages if passage]
-
-
-def _facts(random: np.random.Generator) -> list[tuple[str, str]]:
-    places = random.choice(_PLACES, _PASSAGES, replace=False)
-    codes = random.choice(np.arange(1000, 10000), _PASSAGES, replace=False)
-    return [(str(place), str(code)) for place, code in zip(places, codes, strict=True)]
-
-
-def _with_fact(passage: str, fact: tuple[str, str], random: np.random.Generator) -> str:
-    """The passage with the fact at its start, middle or end."""
-    lines = passage.splitlines()
-    at = [0, len(lines) // 2, len(lines)][int(random.integers(3))]
-    place, code = fact
-    return "\n".join([*lines[:at], f"The access code of the {place} warehouse is {code}.", *lines[at:]])
-
-
-def _prompt(model: LanguageModel, passages: Sequence[str], question: str) -> NDArray[np.int32]:
-    return model.chat_prompt(_SYSTEM, "\n\n".join([*passages, question]))
-
-
-def _capture(
-    model: LanguageModel, store: KVStore, passages: Sequence[str], random: np.random.Generator
-) -> None:
-    """Let each passage be seen in a prompt of its own kind: behind the system prompt and other passages."""
-    order = random.permutation(len(passages))
-    half = len(order) // 2
-    for first, second in ((order[:half], order[half:]), (order[half:], order[:half])):
-        shown = [passages[at] for at in (*first, *second)]
-        Session(model.engine, store, "exact").generate(_prompt(model, shown, "What is this about?"), 1)
-
-
-def _trial(
-    model: LanguageModel,
-    passages: Sequence[str],
-    facts: Sequence[tuple[str, str]],
-    *,
-    ask_fact: bool,
-    random: np.random.Generator,
-) -> Trial:
-    order = random.permutation(len(passages))
-    place, code = facts[int(random.integers(len(facts)))]
-    question = (
-        f"What is the access code of the {place} warehouse? Answer with the number."
-        if ask_fact
-        else "What are these passages about? Answer in one sentence."
+def _out_of_reach(results: Sequence[Result]) -> bool:
+    """Whether neither policy is going to choose what gave `results`: it misses a bar by more than chance explains."""
+    kl = np.array([result.close.kl.mean() for result in results])
+    if kl.mean() - 3 * kl.std(ddof=1) / math.sqrt(len(kl)) > MOST_KL:
+        return True
+    misses, n = sum(not result.close.agrees[0] for result in results), len(results)
+    fewer = sum(
+        math.comb(n, k) * (1 - LEAST_AGREEMENT) ** k * LEAST_AGREEMENT ** (n - k) for k in range(misses)
     )
-    prompt = _prompt(model, [passages[at] for at in order], question)
-    engine, fact = model.engine, code if ask_fact else None
-    kv = engine.allocate(len(prompt) + FORCED)
-    full = reference(engine, kv, engine.prefill(prompt, kv), len(prompt))
-    return Trial(prompt, full, fact, _holds(model, full.answer, fact))
-
-
-def _holds(model: LanguageModel, answer: Sequence[int], fact: str | None) -> bool:
-    return fact is not None and fact in model.tokenizer.decode(answer)
+    return 1 - fewer < _CHANCE

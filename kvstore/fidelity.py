@@ -27,10 +27,14 @@ class Reference(NamedTuple):
 
 
 class Fidelity(NamedTuple):
-    """By token of the answer, [16]: KL(full || reuse) in nats, and whether the most likely token is the same."""
+    """By token of the answer, [16]: KL(full || reuse) in nats, and whether the most likely token is the same.
+
+    `likeliest` int64 [16]: which that is under reuse.
+    """
 
     kl: NDArray[np.float64]
     agrees: NDArray[np.bool_]
+    likeliest: NDArray[np.int64]
 
 
 def reference(
@@ -50,7 +54,27 @@ def fidelity(
 ) -> Fidelity:
     """Compare reuse with `full`: `kv` holds the prompt as reuse left it, `logits` are what reuse gave after it."""
     reused = forced(engine, kv, logits, position, full.answer)
-    return Fidelity(divergence(full.logits, reused), full.logits.argmax(axis=1) == reused.argmax(axis=1))
+    likeliest = reused.argmax(axis=1)
+    return Fidelity(divergence(full.logits, reused), full.logits.argmax(axis=1) == likeliest, likeliest)
+
+
+def answer_of_reuse(
+    engine: StaticGraphEngine, kv: KvAllocation, position: int, full: Reference, close: Fidelity
+) -> list[int]:
+    """What reuse answers greedily, 16 tokens; only what follows its first other token has to be computed.
+
+    `close` was found with `kv`, whose KV behind the prompt is written anew from there on.
+    """
+    if close.agrees.all():
+        return full.answer
+    same = int(np.argmin(close.agrees))
+    answer = [*full.answer[:same], int(close.likeliest[same])]
+    while len(answer) < FORCED:
+        at = position + len(answer) - 1
+        logits = engine.step([answer[-1]], [at], [at], kv)
+        assert logits is not None
+        answer.append(int(logits.argmax()))
+    return answer
 
 
 def greedy(

@@ -62,7 +62,7 @@ def test_all_modes_answer_the_same_prompt(bench: Bench, tmp_path: Path) -> None:
 
 
 def test_the_watch_counts_whole_calls_alone(bench: Bench) -> None:
-    """Graphs that end at two thirds of the depth, for attention, must not pass for fast calls."""
+    """Graphs that end in the middle of the depth, for attention, must not pass for fast calls."""
     kv = bench.engine.allocate(100)
     bench.engine.prefill(range(100), kv)
     bench.engine.probe([1, 2], [100, 101], [100, 101], kv)

@@ -1,0 +1,40 @@
+"""The tables hold what was measured, on a model so small that its figures mean nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from rich.progress import Progress
+
+from bench.quality import REPAIRS, measure, report_quality
+from bench.report import Report
+from kvstore.language_model import LanguageModel
+from kvstore.pipeline.engine import StaticGraphEngine
+from kvstore.trials import CONTEXTS
+from tests.tiny_models import write_tiny_gguf
+
+
+def test_every_repair_in_every_context(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pydoc_text: str
+) -> None:
+    monkeypatch.setenv("KVSTORE_CACHE_DIR", str(tmp_path / "cache"))
+    write_tiny_gguf(tmp_path / "tiny.gguf", layers=3, context=4096)
+    model = LanguageModel(tmp_path / "tiny.gguf")
+    model.engine = StaticGraphEngine(
+        tmp_path / "tiny.gguf", cache=tmp_path / "cache", sizes=(16, 128), contexts=(1024,)
+    )
+    measured = measure(model, pydoc_text, 2, 600, Progress(disable=True))
+    report = Report("tiny", "made up")
+    report_quality(report, measured)
+    *by_context, verdict = report.tables
+    assert len(by_context) == len(CONTEXTS)
+    for title, columns, rows in by_context:
+        assert "2 prompts" in title
+        assert [len(row) for row in rows] == [len(columns)] * len(REPAIRS)
+        nothing, *_, everything = rows
+        assert nothing[1] == 0
+        assert everything[1] == 1
+        assert everything[3] < 1e-6 < nothing[3]
+    assert [row[0] for row in verdict[2]] == ["fast", "careful"]
+    assert report.bars[0].holds

@@ -1,0 +1,102 @@
+"""Calibration measures what repairs do, on a model so small that the figures themselves mean nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+import kvstore
+from kvstore.calibrate import Answered, answered, attempt, calibrate, measurement
+from kvstore.fidelity import FORCED, answer_of_reuse, fidelity, greedy
+from kvstore.language_model import LanguageModel
+from kvstore.pipeline.engine import StaticGraphEngine
+from kvstore.pipeline.recompute import AnyRepair, Attended, Deviating, Everything, FirstTokens, Nothing
+from kvstore.prefill import prefill
+from kvstore.session import Session
+from kvstore.trials import CONTEXTS
+from tests.tiny_models import write_tiny_gguf
+
+TOKENS = 600  # nearly a byte each here
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
+    folder = tmp_path_factory.mktemp("model")
+    write_tiny_gguf(folder / "tiny.gguf", layers=6, context=4096)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVSTORE_CACHE_DIR", str(folder / "cache"))
+        made = LanguageModel(folder / "tiny.gguf")
+        made.engine = StaticGraphEngine(
+            folder / "tiny.gguf", cache=folder / "cache", sizes=(16, 128), contexts=(1024,)
+        )
+    return made
+
+
+def test_the_verdict_is_kept_and_nothing_else(model: LanguageModel, pydoc_text: str) -> None:
+    shares: list[float] = []
+    repairs: list[AnyRepair] = [Nothing(), FirstTokens(4), Attended(0.1), Deviating(0.1), Everything()]
+    with kvstore.open(None, identity=model.identity) as store:
+        verdict = calibrate(
+            model, store, pydoc_text, trials=4, candidates=repairs, tokens=TOKENS, progress=shares.append
+        )
+        assert store.verdict == verdict
+        assert store.stats().warm.blocks == store.stats().hot.blocks == 0
+    assert shares == [0.25, 0.5, 0.75, 1.0]
+    by_repair = {each.repair: each for each in verdict.measurements}
+    assert set(by_repair) == set(repairs)
+    exact, nothing = by_repair[Everything()], by_repair[Nothing()]
+    assert exact.kl_mean < 1e-6
+    assert (exact.first_agrees, exact.all_agree, exact.recomputed) == (1, 1, 1)
+    assert nothing.kl_mean > exact.kl_mean
+    assert nothing.recomputed == 0
+    for repair in (Attended(0.1), Deviating(0.1)):
+        assert 0.09 < by_repair[repair].recomputed < 0.5
+    assert verdict.fast is not None
+    assert verdict.careful is None  # a random model finds no fact, so nothing shows that reuse does
+    assert "0 prompts" in (verdict.why_none("careful") or "")
+
+
+def test_what_has_no_chance_is_dropped(model: LanguageModel, pydoc_text: str) -> None:
+    """Calibration that took an hour for repairs that failed on every prompt."""
+    with kvstore.open(None, identity=model.identity) as store:
+        verdict = calibrate(
+            model, store, pydoc_text, trials=17, candidates=[Nothing(), Everything()], tokens=TOKENS
+        )
+    nothing, exact = verdict.measurements
+    assert nothing.kl_mean > 0.04  # or this model does not serve to show it
+    assert (nothing.prompts, exact.prompts) == (16, 17)
+    assert verdict.fast == Everything()
+
+
+def test_prompts_whose_fact_full_prefill_does_not_find_are_left_out(
+    model: LanguageModel, pydoc_text: str
+) -> None:
+    some = list(answered(model, pydoc_text, 3, tokens=TOKENS))
+    assert [asked.trial.task for asked in some] == ["open"] * 3
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_a_fact_that_reuse_keeps_is_found(model: LanguageModel, pydoc_text: str, context: str) -> None:
+    (asked,) = answered(model, pydoc_text, 1, tokens=TOKENS)
+    fact = model.tokenizer.decode(asked.full.answer)
+    asked = Answered(asked.trial._replace(fact=fact), asked.full)
+    results = attempt(model, asked, context, [Everything(), Nothing()])  # type: ignore[arg-type]
+    assert results[Everything()].found is True
+    assert results[Nothing()].found == bool(results[Nothing()].close.agrees.all())
+    summary = measurement(Everything(), [results[Everything()]] * 2)
+    assert (summary.recall, summary.recall_prompts, summary.prompts) == (1, 2, 2)
+
+
+def test_what_reuse_answers_is_what_greedy_decoding_gives(model: LanguageModel, pydoc_text: str) -> None:
+    differed = 0
+    for asked in answered(model, pydoc_text, 4, tokens=TOKENS):
+        prompt, end = asked.trial.prompt, len(asked.trial.prompt)
+        with kvstore.open(None, identity=model.identity) as store:
+            for capture in asked.trial.captures["alone"]:
+                Session(model.engine, store, "exact").generate(capture, 1)
+            kv = model.engine.allocate(end + FORCED)
+            logits = prefill(model.engine, store, prompt, kv, Nothing()).logits
+        close = fidelity(model.engine, kv, logits, end, asked.full)
+        found = answer_of_reuse(model.engine, kv, end, asked.full, close)
+        assert found == greedy(model.engine, kv, logits, end)
+        differed += found != asked.full.answer
+    assert differed

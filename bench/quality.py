@@ -11,7 +11,6 @@ Figures of speed are not its matter: see bench.ttft.
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -127,12 +126,12 @@ def report_quality(report: Report, measured: Measured) -> None:
     )
     rows = report.table("verdict over traffic's captures", ("policy", "computes again", "why not"))
     for policy in ("fast", "careful"):
-        repair = verdict.repair(policy)
-        rows.append((policy, "-" if repair is None else named(repair), verdict.why_none(policy) or ""))
+        chosen = verdict.repair(policy)
+        rows.append((policy, "-" if chosen is None else named(chosen), verdict.why_none(policy) or ""))
     exact = [result for context in CONTEXTS for _, result in measured[context, Everything()]]
     report.bar(
         "every token computed again: largest mean KL",
-        max((result.close.kl.mean() for result in exact), default=0.0),
+        max((float(result.close.kl.mean()) for result in exact), default=0.0),
         "<=",
         1e-4,
         "nats",
@@ -176,17 +175,15 @@ def _plot(measured: Measured, path: Path) -> None:
 
     figure, (close, found) = pyplot.subplots(1, 2, figsize=(11, 4.5))
     for context in CONTEXTS:
-        points = sorted(
-            (
-                statistics.fmean(each.recomputed for _, each in measured[context, repair]),
-                measurement(repair, [each for _, each in measured[context, repair]]),
-            )
+        some = (
+            measurement(repair, [each for _, each in measured[context, repair]])
             for repair in REPAIRS
             if measured[context, repair] and not isinstance(repair, Everything)
         )
-        shares = [share for share, _ in points]
-        close.plot(shares, [result.kl_mean for _, result in points], "o-", label=_WHERE[context])
-        found.plot(shares, [result.recall for _, result in points], "o-")
+        points = sorted(some, key=lambda result: result.recomputed)
+        shares = [result.recomputed for result in points]
+        close.plot(shares, [result.kl_mean for result in points], "o-", label=_WHERE[context])
+        found.plot(shares, [result.recall for result in points], "o-")
     close.set(xlabel="share computed again", ylabel="KL over 16 tokens, nats", yscale="log")
     found.set(xlabel="share computed again", ylabel="recall of what full prefill finds", ylim=(0, 1.05))
     close.legend(fontsize="small")

@@ -98,8 +98,8 @@ MOST_KL, LEAST_AGREEMENT, LEAST_RECALL = 0.04, 0.97, 0.90
 
 
 _EVIDENCE = 0.03
-"""What evidence costs, as a share of the moved tokens computed again: 16 tokens through half the layers, or the first
-layer for all."""
+"""What evidence costs, as a share of the moved tokens computed again: a probe took 2 % of a prefill of 940 tokens, the
+deviation of all tokens 5 %."""
 
 
 def _cost(measured: Measurement) -> float:

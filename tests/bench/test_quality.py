@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -38,3 +40,5 @@ def test_every_repair_in_every_context(
         assert everything[3] < 1e-6 < nothing[3]
     assert [row[0] for row in verdict[2]] == ["fast", "careful"]
     assert report.bars[0].holds
+    assert report.finish(Namespace(check=True, json=tmp_path / "figures.json")) == 0
+    assert len(json.loads((tmp_path / "figures.json").read_text())["tables"]) == 4

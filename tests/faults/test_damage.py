@@ -40,7 +40,8 @@ def test_damage_in_a_late_layer_group_shortens_the_prefix(tmp_path: Path) -> Non
                 file.seek(-1, 2)
                 file.write(bytes([last ^ 1]))
             good = [group.tokens for group in lease.layer_groups(buffer)]
-            assert good in ([64, 32], [32, 32])  # a load runs ahead of who draws, so the damage may be known early
+            # A load runs ahead of who draws, so the damage may be known before the first group is given.
+            assert good in ([64, 32], [32, 32])
             assert lease.length == 32
         assert matches(buffer, tokens, store.identity, 32)
         assert store.lookup(tokens).length == 32

@@ -49,7 +49,7 @@ def test_the_verdict_is_kept_and_nothing_else(model: LanguageModel, pydoc_text: 
     assert nothing.kl_mean > exact.kl_mean
     assert nothing.recomputed == 0
     for repair in (Attended(0.1), Deviating(0.1)):
-        assert 0.09 < by_repair[repair].recomputed < 0.5
+        assert by_repair[repair].recomputed == pytest.approx(0.1, abs=0.01)  # not what fills the calls
     assert verdict.fast is not None
     assert verdict.careful is None  # a random model finds no fact, so nothing shows that reuse does
     assert "0 prompts" in (verdict.why_none("careful") or "")

@@ -74,7 +74,7 @@ class Bar:
 
     @property
     def holds(self) -> bool:
-        return self.figure <= self.limit if self.relation == "<=" else self.figure >= self.limit
+        return bool(self.figure <= self.limit if self.relation == "<=" else self.figure >= self.limit)
 
 
 @dataclass

@@ -95,6 +95,8 @@ def named(repair: AnyRepair) -> str:
 NOT_MEASURED = Verdict(None, None, reasons=("this identity was never measured; run `kvstore calibrate`",))
 
 MOST_KL, LEAST_AGREEMENT, LEAST_RECALL = 0.04, 0.97, 0.90
+LEAST_PROMPTS = 16
+"""Facts that full prefill finds, at least, for a recall to say anything."""
 
 
 _EVIDENCE = 0.03
@@ -109,15 +111,20 @@ def _cost(measured: Measurement) -> float:
 def judge(measurements: tuple[Measurement, ...]) -> Verdict:
     """The cheapest repair that passes each policy's bars; `measurements` of all that may be chosen, in any order.
 
-    fast: mean KL <= 0.04 and first tokens agree in >= 97 %. careful: that, and recall >= 0.90 of full prefill.
+    fast: mean KL <= 0.04 and first tokens agree in >= 97 %. careful: that, and recall >= 0.90 of full prefill, over 16
+    prompts or more.
     """
     by_cost = sorted(measurements, key=_cost)
     close = [each for each in by_cost if each.kl_mean <= MOST_KL and each.first_agrees >= LEAST_AGREEMENT]
-    recalling = [each for each in close if each.recall >= LEAST_RECALL]
+    enough = [each for each in close if each.recall_prompts >= LEAST_PROMPTS]
+    recalling = [each for each in enough if each.recall >= LEAST_RECALL]
     reasons = []
     if not close:
         reasons.append(f"fast: no repair keeps mean KL <= {MOST_KL} and agreement >= {LEAST_AGREEMENT:.0%}")
-    if not recalling:
+    if close and not enough:
+        most = max(each.recall_prompts for each in close)
+        reasons.append(f"careful: recall over {most} prompts, {LEAST_PROMPTS} are needed; give more trials")
+    elif not recalling:
         best = max(measurements, key=lambda each: each.recall, default=None)
         kept = f"{best.recall:.0%} of {best.recall_prompts} prompts" if best else "unmeasured"
         reasons.append(f"careful: no repair keeps {LEAST_RECALL:.0%} of the recall, the best {kept}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 import kvstore
@@ -11,6 +12,7 @@ from kvstore.language_model import LanguageModel
 from kvstore.pipeline.engine import StaticGraphEngine
 from kvstore.pipeline.recompute import AnyRepair, Attended, Deviating, Everything, FirstTokens, Nothing
 from kvstore.prefill import prefill
+from kvstore.reuse import Measurement, judge
 from kvstore.session import Session
 from kvstore.trials import CONTEXTS
 from tests.tiny_models import write_tiny_gguf
@@ -100,3 +102,12 @@ def test_what_reuse_answers_is_what_greedy_decoding_gives(model: LanguageModel, 
         assert found == greedy(model.engine, kv, logits, end)
         differed += found != asked.full.answer
     assert differed
+
+
+def test_a_recall_over_few_prompts_lets_nothing_through() -> None:
+    """One fact found by chance decided for a policy."""
+    few = Measurement(Nothing(), 40, 0.01, 0.01, 1.0, 1.0, recall=1.0, recall_prompts=15, recomputed=0.0)
+    assert judge((few,)).careful is None
+    assert "15 prompts, 16 are needed" in (judge((few,)).why_none("careful") or "")
+    enough = msgspec.structs.replace(few, recall_prompts=16)
+    assert judge((enough,)).careful == Nothing()

@@ -1,0 +1,130 @@
+"""The contract of an eviction policy: which block of a tier goes first when the tier is full.
+
+Blocks form trees: a block serves as a prefix only while its parent is there, so a policy never gives up a block
+before those that are held and hang on it (leaf first), nor one that is pinned. Whether a block may leave just now
+(leased, waiting for flash) is the caller's to say, at the moment of asking.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
+
+MayLeave = Callable[[int], bool]
+
+
+class Facts(NamedTuple):
+    """What a policy may know of a block.
+
+    `nbytes` it occupies; `saved`, the seconds that a hit saves over doing without it here
+    (`DeviceCosts.saved_seconds`), best spread evenly over the blocks of its prompt: a block deep in a context costs
+    more to compute, but is of no use without those before it. `fresh`, how many blocks of its prompt came with it;
+    `whole` False for a block that is not full, at the end of its prompt; `kind` of content, if known; `session` that
+    brought it; `name`, what it is called when it comes again after it was dropped, by default its number.
+    """
+
+    parent: int | None = None
+    nbytes: int = 1
+    saved: float = 1.0
+    fresh: int = 1
+    whole: bool = True
+    kind: str = ""
+    session: Hashable = None
+    name: Hashable = None
+    pinned: bool = False
+
+
+PLAIN = Facts()
+
+
+class Policy(ABC):
+    """The blocks of one tier and the order in which they would leave it. Blocks go by number.
+
+    `room` is the number of blocks that the tier is likely to hold: policies that remember what has left, or that
+    divide their room, go by it. It is no limit: the caller asks for a victim when its budget is used up.
+
+    Not for several threads at once.
+    """
+
+    name: str
+
+    def __init__(self, room: int) -> None:
+        self.room = max(1, room)
+        self._facts: dict[int, Facts] = {}
+        self._children: dict[int, int] = {}  # of a block, held here or not: how many that are held hang on it
+
+    def insert(self, block: int, facts: Facts = PLAIN) -> None:
+        """A block came into the tier, as the most recent one. A block that is in it already counts as touched."""
+        if block in self._facts:
+            self.touch((block,))
+            return
+        self._facts[block] = facts
+        if facts.parent is not None:
+            self._children[facts.parent] = self._children.get(facts.parent, 0) + 1
+        self._inserted(block, facts)
+        if block not in self._children and not facts.pinned:
+            self._leaf(block)
+
+    def touch(self, path: Sequence[int]) -> None:
+        """A request used a path of blocks, given root first; blocks that are not in this tier are passed over."""
+        facts = self._facts
+        self._touched([block for block in reversed(path) if block in facts])
+
+    def remove(self, block: int) -> None:
+        """A block left the tier, for whatever reason; nothing happens if it is not in it."""
+        facts = self._facts.pop(block, None)
+        if facts is None:
+            return
+        self._removed(block, facts)
+        parent = facts.parent
+        if parent is None:
+            return
+        left = self._children[parent] - 1
+        if left:
+            self._children[parent] = left
+            return
+        del self._children[parent]
+        above = self._facts.get(parent)
+        if above is not None and not above.pinned:
+            self._leaf(parent)
+
+    @abstractmethod
+    def victim(self, may_leave: MayLeave, incoming: Facts | None = None) -> int | None:
+        """The block to give up next, or None. Nothing is removed: the caller does that, and calls `remove`.
+
+        `may_leave` is asked about leaves that are not pinned. With `incoming`, the facts of the block that wants in,
+        None also means that it is worth less than all that may leave. To ask is to mean it: a policy may learn from it.
+        """
+
+    def passed(self, facts: Facts) -> None:  # noqa: B027
+        """A block was asked for, was not held, and will not be: it was refused, or its parent was.
+
+        For policies that learn from what they turn away; `facts.name` says which it was.
+        """
+
+    def is_leaf(self, block: int) -> bool:
+        """Whether nothing that is held here hangs on the block."""
+        return block not in self._children
+
+    def __len__(self) -> int:
+        return len(self._facts)
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._facts
+
+    @abstractmethod
+    def _inserted(self, block: int, facts: Facts) -> None:
+        """`block` is new."""
+
+    @abstractmethod
+    def _touched(self, blocks: list[int]) -> None:
+        """Blocks that are held were used by one request; the last of them is the nearest to the root."""
+
+    @abstractmethod
+    def _leaf(self, block: int) -> None:
+        """`block`, held and not pinned, is a leaf from now on, until something is inserted below it."""
+
+    @abstractmethod
+    def _removed(self, block: int, facts: Facts) -> None:
+        """`block` is gone."""

@@ -262,7 +262,7 @@ def _bring(store: kvstore.KVStore, prefix: NDArray[np.int32], tier: str) -> None
         assert store.path is not None
         _drop_page_cache(store.path)
     if tier != "off":
-        found = {span.source for span in store.explain(prefix).spans}
+        found = {block.tier for block in store.lookup(prefix).blocks}
         assert found == {tier}, f"wanted {tier}, found {found}"
 
 

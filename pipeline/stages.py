@@ -49,16 +49,20 @@ class Flow(Generic[Tile]):
         self._running: set[int] = set()
         self._failures: list[tuple[Tile, Exception]] = []
         self._stopped = False
+        self._awaited = (
+            0  # the count that `wait` is woken for: each wake-up takes the interpreter from the work
+        )
         self._changed = threading.Condition()
         for _ in range(min(width, len(tiles))):
             self._go_on()
 
     def wait(self, count: int) -> list[tuple[Tile, Exception]]:
-        """Until the first `count` tiles are done; those that failed since the last wait.
+        """Until the first `count` tiles are done; those that failed since the last wait. For one thread at a time.
 
         Raises FlowStopped when the flow was stopped before that.
         """
         with self._changed:
+            self._awaited = count
             self._changed.wait_for(lambda: self._stopped or self._done() >= count)
             if self._done() < count:
                 raise FlowStopped(f"stopped after {self._done()} of {count} tiles")
@@ -103,6 +107,7 @@ class Flow(Generic[Tile]):
                 self._running.discard(number)
                 if failure is not None:
                     self._failures.append((self._tiles[number], failure))
-                self._changed.notify_all()
+                if self._stopped or self._done() >= self._awaited:
+                    self._changed.notify_all()
             failure = None  # its traceback holds this frame: a cycle that would keep all tiles alive
         self._go_on()

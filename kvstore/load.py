@@ -3,14 +3,19 @@
 The engine can start on the first layers while the KV of later ones is still being read. A tile comes from memory or
 from flash; from flash it is checked, decoded into warm memory (so that the next request finds it there) and placed in
 the engine's buffer. A block that goes to several places of the prompt is read once.
+
+What comes from flash is brought by the pool's threads. What lies in memory is placed by who waits for it: a copy takes
+microseconds, and threads that share an interpreter for such work take twice as long as one (measured).
 """
 
 from __future__ import annotations
 
 import bisect
 import contextlib
+import itertools
 import logging
 import threading
+import traceback
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -22,7 +27,7 @@ from numpy.typing import NDArray
 
 from kvstore.pipeline import kernels
 from kvstore.pipeline.rope import Rope
-from kvstore.pipeline.stages import Flow, FlowStopped
+from kvstore.pipeline.stages import Direct, Flow, FlowStopped
 
 from .block import Block, Residence
 from .buffer import KvBuffer
@@ -102,7 +107,11 @@ class Load(Iterator[LoadedGroup]):
             if good.includes_any(tile.source):
                 bring_tile(tile.group, tile.source, wanted, tiers)
 
-        self._flow = Flow(pool, [*near, *far], bring)
+        tiles = [*near, *far]
+        self._flash_until = [0, *itertools.accumulate(tile.source.is_on_flash for tile in tiles)]
+        """How many of the first n tiles come from flash."""
+        self._placing = Direct([tile for tile in tiles if not tile.source.is_on_flash], bring)
+        self._flow = Flow(pool, [tile for tile in tiles if tile.source.is_on_flash], bring)
         self._closed = False
 
     def __next__(self) -> LoadedGroup:
@@ -131,6 +140,7 @@ class Load(Iterator[LoadedGroup]):
         if self._closed:
             return
         self._closed = True
+        self._placing.stop()
         self._flow.stop()
         self._settle()
         good = self._good
@@ -146,8 +156,9 @@ class Load(Iterator[LoadedGroup]):
 
     def _wait(self, count: int) -> None:
         self._lease.check_usable()
+        from_flash = self._flash_until[count]
         try:
-            failures = self._flow.wait(count)
+            failures = [*self._placing.wait(count - from_flash), *self._flow.wait(from_flash)]
         except FlowStopped:
             self._lease.check_usable()  # says what ended it
             raise
@@ -165,7 +176,9 @@ class Load(Iterator[LoadedGroup]):
                 self._tiers.quarantine(source.block, error)
             else:
                 self._tiers.misses[f"not loaded: {type(error).__name__}"] += 1
-                log.warning("a block was not loaded, its tokens are computed instead", exc_info=error)
+                told = "".join(traceback.format_exception(error))
+                log.warning("a block was not loaded, its tokens are computed instead\n%s", told)
+        error.__traceback__ = None  # its frames hold this load
 
     def _settle(self) -> None:
         """Blocks read whole from flash stay in warm memory; other staging is given back."""
@@ -205,6 +218,11 @@ class _Source:
     raw: NDArray[np.uint8] | None = None
     reader: RecordReader | None = None
     opening: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def is_on_flash(self) -> bool:
+        """Whether its bytes have to be read first."""
+        return self.staging is not None or self.raw is None
 
     def is_read(self, group: int) -> bool:
         """Whether this group of layers is brought: of what goes into warm memory, all are."""
@@ -250,7 +268,7 @@ def bring_tile(group: int, source: _Source, wanted: Wanted, tiers: Tiers) -> Non
         block, namespace = source.block, source.block.namespace
         frame = namespace.frames(block.length)[group]
         raw = np.empty(frame.stop - frame.start, dtype=np.uint8) if source.raw is None else source.raw[frame]
-        if source.staging is not None or source.raw is None:
+        if source.is_on_flash:
             with source.opening:
                 if source.reader is None:
                     source.reader = tiers.open_record(block)
@@ -281,7 +299,7 @@ def bring_tile(group: int, source: _Source, wanted: Wanted, tiers: Tiers) -> Non
 def _timed(group: int, source: _Source, tiers: Tiers) -> Iterator[None]:
     """Tell how fast flash is, from reading to the place in the buffer."""
     block = source.block
-    if source.raw is not None and source.staging is None:
+    if not source.is_on_flash:
         yield
         return
     nbytes = 0

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.pipeline.stages import Flow, FlowStopped
+from kvstore.pipeline.stages import Direct, Flow, FlowStopped
 
 
 @settings(max_examples=30, deadline=None)
@@ -93,3 +93,45 @@ def test_flows_of_one_pool_take_turns() -> None:
         for flow in flows:
             flow.wait(20)
     assert order == ["a", "b"] * 20
+
+
+@given(st.integers(0, 20), st.sets(st.integers(0, 19)), st.lists(st.integers(0, 20), max_size=4))
+def test_direct_work_is_done_in_order_by_who_waits(count: int, bad: set[int], targets: list[int]) -> None:
+    done = list[int]()
+
+    def work(tile: int) -> None:
+        done.append(tile)
+        assert threading.current_thread() is threading.main_thread()
+        if tile in bad:
+            raise ValueError(tile)
+
+    direct, told, most = Direct(range(count), work), list[int](), 0
+    for target in targets:
+        told += [tile for tile, _ in direct.wait(min(target, count))]
+        most = max(most, min(target, count))
+        assert done == list(range(most))
+    assert told == [tile for tile in done if tile in bad]
+    direct.stop()
+    if most < count:
+        with pytest.raises(FlowStopped):
+            direct.wait(count)
+
+
+def test_stopping_direct_work_waits_for_the_tile_that_is_being_done() -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def work(_: int) -> None:
+        begun.set()
+        go_on.wait()
+
+    direct = Direct([0, 1], work)
+    with ThreadPoolExecutor(2) as pool:
+        waiting = pool.submit(direct.wait, 2)
+        begun.wait()
+        stopping = pool.submit(direct.stop)
+        time.sleep(0.01)
+        assert not stopping.done()
+        go_on.set()
+        stopping.result()
+        with pytest.raises(FlowStopped):
+            waiting.result()

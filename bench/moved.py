@@ -8,8 +8,9 @@ prompt reuses is brought into memory before; writing in the background ends befo
     none       no store: prefill of all tokens
     prefix     exact prefix runs only
     full       moved runs as they are, nothing repaired
-    fast       moved runs, repaired as the verdict says for this policy; without one, the first 6 tokens of each
-    careful    the same for this policy; without a verdict, 10 % by the question's attention
+    fast       moved runs, repaired as the verdict says for this policy; uncalibrated, the first 6 tokens of each,
+               and all of it where the answer then hangs in the balance
+    careful    the same for this policy; uncalibrated, 10 % by the question's attention
 
 All run on one engine: the same graph sizes and context lengths. Time to first token (TTFT) runs from token ids to the
 first token, memory for the KV, look-up, lease and load included. Answers are compared with those of `none` as
@@ -39,18 +40,18 @@ from kvstore import models
 from kvstore.calibrate import calibrate
 from kvstore.choice import choose, repairable
 from kvstore.fidelity import FORCED, Fidelity, Reference, fidelity, greedy, reference
-from kvstore.language_model import LanguageModel
+from kvstore.language_model import LAYER_GROUPS, LanguageModel
 from kvstore.pipeline.engine import StaticGraphEngine
 from kvstore.pipeline.kv_allocation import KvAllocation
 from kvstore.pipeline.onnx_runtime import OnnxRuntime
-from kvstore.pipeline.recompute import AnyRepair, Attended, FirstTokens, Nothing
+from kvstore.pipeline.recompute import AnyRepair, Attended, FirstTokens, Nothing, WhenSure
 from kvstore.prefill import Prefilled, prefill
-from kvstore.reuse import Verdict
+from kvstore.reuse import Verdict, named
 from kvstore.session import Session
 from kvstore.store import KVStore
 
 MODES = ("none", "prefix", "full", "fast", "careful")
-UNMEASURED = Verdict(fast=FirstTokens(6), careful=Attended(0.10))
+UNMEASURED = Verdict(fast=WhenSure(FirstTokens(6), 0.3), careful=Attended(0.10))
 
 
 class Run(NamedTuple):
@@ -58,7 +59,7 @@ class Run(NamedTuple):
 
     `graphs`: what graph calls took of `seconds`. `due`: tokens that had to be computed, without those that were
     computed again only because a call had room for them. `found`: whether the answer holds what it should; None where
-    that is not known, or `none` did not find it either.
+    that is not known, or `none` did not find it either. `unsure`: a second look had the moved tokens computed.
     """
 
     seconds: float
@@ -72,6 +73,7 @@ class Run(NamedTuple):
     due: int
     close: Fidelity
     found: bool | None
+    unsure: bool
 
 
 Runs = dict[str, list[Run]]
@@ -83,7 +85,9 @@ class Bench:
     def __init__(self, path: Path) -> None:
         self.model = LanguageModel(path)
         self.watch = TimedRuntime(OnnxRuntime())
-        self.engine = StaticGraphEngine(path, runtime=self.watch, cache=models.cache_directory() / "engine")
+        self.engine = StaticGraphEngine(
+            path, runtime=self.watch, groups=LAYER_GROUPS, cache=models.cache_directory() / "engine"
+        )
         self.model.engine = self.engine
         self.verdict = UNMEASURED
         self._warm: set[int] = set()
@@ -91,14 +95,16 @@ class Bench:
     def size(self, text: str) -> int:
         return len(self.model.tokenizer.encode(text))
 
-    def calibrate(self, trials: int, progress: Progress) -> None:
-        """Measure the verdict on Python's documentation instead of assuming one."""
+    def calibrate(self, own: Sequence[Request], trials: int, progress: Progress) -> None:
+        """Measure the verdict instead of assuming one: closeness on the prompts `own`, recall on generated ones."""
         task = progress.add_task("calibration", total=1.0)
+        prompts = [self.model.chat_prompt(request.system, request.user) for request in own]
         with kvstore.open(None, identity=self.model.identity) as store:
             self.verdict = calibrate(
                 self.model,
                 store,
                 "\n\n".join(topics.values()),
+                own=prompts,
                 trials=trials,
                 progress=lambda share: progress.update(task, completed=share),
             )
@@ -203,6 +209,7 @@ class Bench:
             due=done.computed,
             close=close,
             found=found,
+            unsure=done.unsure,
         )
         engine.recycle(kv)
         return run, original
@@ -212,6 +219,8 @@ class Bench:
 
         What is checked is what a look-up finds now; that `done` used the same is told by the number of tokens.
         """
+        if done.unsure:
+            return done.computed
         match = store.lookup(prompt, moved=repair is not None)
         costs = self.engine.costs(done.slots)
         choice = choose(len(prompt), match.length, match.runs, repair or Nothing(), costs)
@@ -252,6 +261,42 @@ def _computed(engine: StaticGraphEngine, prompt: NDArray[np.int32], kv: KvAlloca
     return Prefilled(engine.prefill(prompt, kv), 0, 0, 0, len(prompt), tiers, 0, 0.0, len(prompt))
 
 
+def report_verdict(report: Report, verdict: Verdict) -> None:
+    """What calibration found, and what follows for each policy."""
+    rows = report.table(
+        "calibration: closeness on prompts of these workloads, recall on generated ones",
+        (
+            "repair",
+            "computed again",
+            "prompts",
+            "KL of 16",
+            "first equal",
+            "16 equal",
+            "recall",
+            "of",
+            "policy",
+        ),
+    )
+    for each in verdict.measurements:
+        used = [policy for policy in ("fast", "careful") if getattr(verdict, policy) == each.repair]
+        rows.append(
+            (
+                named(each.repair),
+                each.recomputed,
+                each.prompts,
+                each.kl_mean,
+                each.first_agrees,
+                each.all_agree,
+                each.recall,
+                each.recall_prompts,
+                ", ".join(used),
+            )
+        )
+    for policy in ("fast", "careful"):
+        if reason := verdict.why_none(policy):  # type: ignore[arg-type]
+            rows.append((f"{policy}: {reason}", "", "", "", "", "", "", "", "exact"))
+
+
 def report_workload(report: Report, bench: Bench, name: str, runs: Runs) -> None:
     """Tables and bars of one workload."""
     none, prefix, fast = runs["none"], runs["prefix"], runs["fast"]
@@ -259,7 +304,7 @@ def report_workload(report: Report, bench: Bench, name: str, runs: Runs) -> None
     rows = report.table(
         f"{name}: {len(none)} prompts of {min(lengths)} to {max(lengths)} tokens; TTFT medians, tokens means",
         (
-            "mode", "TTFT ms", "none / it", "prefix / it", "graphs ms", "TTFT / graphs", "TTFT / bound",
+            "mode", "TTFT ms", "mean", "none / it", "prefix / it", "graphs ms", "TTFT / graphs", "TTFT / bound",
             "prefix", "moved", "again", "computed", "padded",
         ),
     )  # fmt: skip
@@ -268,6 +313,7 @@ def report_workload(report: Report, bench: Bench, name: str, runs: Runs) -> None
             (
                 mode,
                 _ttft(some) * 1e3,
+                statistics.fmean(run.seconds for run in some) * 1e3,
                 _ttft(none) / _ttft(some),
                 _ttft(prefix) / _ttft(some),
                 statistics.median(run.graphs for run in some) * 1e3,
@@ -277,11 +323,13 @@ def report_workload(report: Report, bench: Bench, name: str, runs: Runs) -> None
             )
         )
     rows = report.table(
-        f"{name}: answers against none", ("mode", "KL first", "KL of 16", "first equal", "16 equal", "found")
+        f"{name}: answers against none",
+        ("mode", "KL first", "KL of 16", "first equal", "16 equal", "found", "second looks"),
     )
     for mode, some in runs.items():
         found = [run.found for run in some if run.found is not None]
-        rows.append((mode, *_quality(some), f"{sum(found)} of {len(found)}"))
+        unsure = sum(run.unsure for run in some)
+        rows.append((mode, *_quality(some), f"{sum(found)} of {len(found)}", unsure))
     rows = report.table(
         f"{name}: graph calls, C tokens over S slots",
         ("S", "C", "calls", "median ms", "tokens / s", "planned with ms"),
@@ -292,7 +340,7 @@ def report_workload(report: Report, bench: Bench, name: str, runs: Runs) -> None
     if name.startswith("notes"):
         _bars_of_notes(report, bench, name, runs)
     else:
-        moved = [at for at, run in enumerate(fast) if run.moved]
+        moved = [at for at, run in enumerate(fast) if run.moved or run.unsure]
         if moved:
             gain = _ttft([prefix[at] for at in moved]) / _ttft([fast[at] for at in moved])
             report.bar(f"B2 {name}, TTFT prefix / fast where tokens moved", gain, ">=", 1.0)

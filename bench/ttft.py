@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from rich.progress import Progress
 
 import kvstore
-from bench.moved import Bench, report_recall, report_workload
+from bench.moved import Bench, report_recall, report_verdict, report_workload
 from bench.report import Report, arguments
 from bench.workloads import KINDS, workload
 from kvstore import models
@@ -60,7 +60,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="measure what `fast` and `careful` do, on N prompts",
+        help="measure what `fast` and `careful` do, on N prompts of these workloads and N generated ones",
     )
 
 
@@ -71,9 +71,12 @@ def _moved(
     if not names:
         return
     bench = Bench(models.smollm2())
-    if args.calibrate:
-        bench.calibrate(args.calibrate, progress)
     count = args.prompts or (6 if args.quick else 100)
+    if args.calibrate:
+        each = -(-args.calibrate // len(names))
+        own = [request for name in names for request in workload(name, args.data, bench.size, each, seed=2)]
+        bench.calibrate(own, args.calibrate, progress)
+        report_verdict(report, bench.verdict)
     everything = []
     for name in names:
         requests = workload(name, args.data, bench.size, count)

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.pipeline.recompute import Nothing
+from kvstore.pipeline.recompute import Nothing, WhenSure, first_of
 from kvstore.pipeline.schedule import CallCosts
 
 from .block import Block
@@ -99,7 +99,7 @@ def explain(
     refused = verdict.why_none(policy)
     if policy != "exact" and found.shift_refused is not None:
         refused = f"shift refused: {found.shift_refused}"
-    doing = repair or Nothing()
+    doing = first_of(repair or Nothing())
     choice = choose(len(tokens), found.length, found.runs, doing, costs, refused=refused)
     if costs is not None:
         speed = found.flash_bytes_per_second
@@ -119,6 +119,11 @@ def explain(
     notes = []
     if again > len(certain):
         notes.append(f"{again - len(certain)} more of the moved tokens are recomputed, chosen at the request")
+    if choice.runs and isinstance(repair, WhenSure):
+        notes.append(
+            f"where the likeliest next token then leads by less than {repair.margin:g} nats, all from token "
+            f"{choice.runs[0].target} on is computed after all"
+        )
     if choice.runs and costs is None:
         notes.append(
             "costs of graph calls not given: only the request can say whether moving pays, and whether more "

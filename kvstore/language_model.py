@@ -21,6 +21,9 @@ from .session import identity_of
 
 log = logging.getLogger(__name__)
 
+LAYER_GROUPS = 4
+"""So that three quarters of a load from flash are hidden behind graph calls; more parts cost more than they hide."""
+
 
 class LanguageModel:
     """Opens the GGUF at `path`; graphs and converted weights are kept in the user's cache directory."""
@@ -29,7 +32,7 @@ class LanguageModel:
         self.path = path
         self.tokenizer = Tokenizer.from_gguf(path)
         self.chat = ChatTemplate.from_gguf(path)
-        self.engine = StaticGraphEngine(path, cache=models.cache_directory() / "engine")
+        self.engine = StaticGraphEngine(path, groups=LAYER_GROUPS, cache=models.cache_directory() / "engine")
         self.identity = identity_of(self.engine, self.tokenizer.digest())
         self.stop = tuple(self.tokenizer.end_ids)
 

@@ -14,7 +14,16 @@ from typing import Literal
 
 import msgspec
 
-from kvstore.pipeline.recompute import AnyRepair, Attended, Both, Deviating, Everything, FirstTokens, Nothing
+from kvstore.pipeline.recompute import (
+    AnyRepair,
+    Attended,
+    Both,
+    Deviating,
+    Everything,
+    FirstTokens,
+    Nothing,
+    WhenSure,
+)
 
 from .codec import Codec
 
@@ -90,6 +99,8 @@ def named(repair: AnyRepair) -> str:
             return f"{named(first)}, then {named(then)}"
         case Everything():
             return "every token"
+        case WhenSure(first, margin):
+            return f"{named(first)}; every token where the answer leads by less than {margin:g} nats"
 
 
 NOT_MEASURED = Verdict(None, None, reasons=("this identity was never measured; run `kvstore calibrate`",))

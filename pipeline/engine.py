@@ -59,7 +59,9 @@ class StaticGraphEngine:
     """The model in the GGUF at `model`, llama family (see `weights`).
 
     sizes: the C for which graphs may be compiled; contexts: the S. Only those that are used are compiled.
-    groups: how many parts the layers are split into; `layer_groups` gives their ranges.
+    groups: how many parts the layers are split into (a model of fewer layers has one for each), so the first can run
+    while KV of later ones is being loaded; `layer_groups` gives their ranges. A single call of the smallest size, as
+    decoding makes, runs in one part: it is so short that the seams between parts would show.
     kv_dtype: float32 is exact; float16 halves the memory of the KV (logits move by about 0.02 for SmolLM2-135M).
     form: `read_only_past` for compilers that cannot update an input in place; the same results, a few % slower.
     cache: where converted weights and measured costs are kept, about 7 bytes a parameter (default: `engine` in
@@ -91,8 +93,9 @@ class StaticGraphEngine:
             ),
         )
         self.config = self.weights.config
-        if not 1 <= groups <= self.config.layers:
-            raise ValueError(f"{groups} layer groups: the model has {self.config.layers} layers")
+        if groups < 1:
+            raise ValueError(f"{groups} layer groups: at least 1 is needed")
+        groups = min(groups, self.config.layers)
         bounds = [self.config.layers * g // groups for g in range(groups + 1)]
         self.layer_groups = [range(a, b) for a, b in itertools.pairwise(bounds)]
         self.sizes = sorted(set(sizes))
@@ -105,7 +108,8 @@ class StaticGraphEngine:
         self._lock = (
             threading.RLock()
         )  # held while a graph is compiled or costs are measured, not while one runs
-        self._parts: dict[tuple[int, int], list[CompiledGraph]] = {}
+        self._whole = [range(self.config.layers)]
+        self._parts: dict[tuple[int, int, int], list[CompiledGraph]] = {}
         self._heads: dict[int, CompiledGraph] = {}
         self._costs = CostTable(self.weights.folder / f"costs-{kv_dtype}-{form}-{groups}.json")
         begin, end = (int(share * self.config.layers) for share in PROBED)
@@ -120,7 +124,7 @@ class StaticGraphEngine:
         )
         self._peek_parts: dict[tuple[int, int], CompiledGraph] = {}
         self._idle: dict[int, list[KvAllocation]] = {}
-        self._bound: WeakKeyDictionary[KvAllocation, dict[int, BoundCall]] = WeakKeyDictionary()
+        self._bound: WeakKeyDictionary[KvAllocation, dict[tuple[int, int], BoundCall]] = WeakKeyDictionary()
 
     @property
     def identity_parts(self) -> dict[str, str]:
@@ -271,16 +275,20 @@ class StaticGraphEngine:
             kv.slot_positions[call.slots] = call.positions
         hidden: list[NDArray[np.float32] | None] = [None] * len(calls)
         seconds = [0.0] * len(calls)
+        groups = self._groups_of(calls)
         try:
-            for group in range(len(self.layer_groups)):
+            for part, layers in enumerate(groups):
+                read = [g for g, each in enumerate(self.layer_groups) if each.start in layers]
                 if before_group:
-                    before_group(group)
+                    for group in read:
+                        before_group(group)
                 for number, call in enumerate(calls):
                     if before_call:
-                        before_call(group, int(call.positions[-1]))
-                    bound = self._bind(kv, call.size)  # may compile, which is no cost of the call
+                        for group in read:
+                            before_call(group, int(call.positions[-1]))
+                    bound = self._bind(kv, call.size, groups)  # may compile, which is no cost of the call
                     begun = time.perf_counter()
-                    hidden[number] = bound.run(group, call, hidden[number])
+                    hidden[number] = bound.run(part, call, hidden[number])
                     seconds[number] += time.perf_counter() - begun
         except BaseException:
             kv.slot_positions[:] = EMPTY
@@ -417,10 +425,14 @@ class StaticGraphEngine:
         if len(np.unique(slots)) != len(slots):
             raise InvalidTokens("two tokens share a slot")
 
-    def _compiled(self, size: int, slots: int) -> list[CompiledGraph]:
+    def _groups_of(self, calls: Sequence[Call]) -> list[range]:
+        """The parts of the layers in which these calls run."""
+        return self._whole if [call.size for call in calls] == self.sizes[:1] else self.layer_groups
+
+    def _compiled(self, size: int, slots: int, groups: list[range]) -> list[CompiledGraph]:
         with self._lock:
-            if (size, slots) not in self._parts:
-                self._parts[size, slots] = [
+            if (size, slots, len(groups)) not in self._parts:
+                self._parts[size, slots, len(groups)] = [
                     self.runtime.compile(
                         layer_graph(
                             self.weights,
@@ -431,22 +443,22 @@ class StaticGraphEngine:
                             form=self.form,
                         )
                     )
-                    for layers in self.layer_groups
+                    for layers in groups
                 ]
-            return self._parts[size, slots]
+            return self._parts[size, slots, len(groups)]
 
-    def _bind(self, kv: KvAllocation, size: int) -> BoundCall:
+    def _bind(self, kv: KvAllocation, size: int, groups: list[range]) -> BoundCall:
         bound = self._bound.setdefault(kv, {})
-        if size not in bound:
-            bound[size] = BoundCall(
-                self._compiled(size, kv.slots),
-                self.layer_groups,
+        if (size, len(groups)) not in bound:
+            bound[size, len(groups)] = BoundCall(
+                self._compiled(size, kv.slots, groups),
+                groups,
                 kv,
                 size=size,
                 hidden=self.config.hidden,
                 form=self.form,
             )
-        return bound[size]
+        return bound[size, len(groups)]
 
     def _bind_probe(self, kv: KvAllocation, size: int, attention: NDArray[np.float32]) -> BoundCall:
         if (size, kv.slots) not in self._probe_parts:
@@ -534,9 +546,9 @@ class StaticGraphEngine:
     def _time_call(self, kv: KvAllocation, size: int) -> float:
         places = np.arange(min(size, kv.capacity), dtype=np.int32)
         call, before = Call(size, np.zeros_like(places), places, places), time.perf_counter()
-        hidden = None
-        for group in range(len(self.layer_groups)):
-            hidden = self._bind(kv, size).run(group, call, hidden)
+        hidden, groups = None, self._groups_of([call])
+        for part in range(len(groups)):
+            hidden = self._bind(kv, size, groups).run(part, call, hidden)
         return time.perf_counter() - before
 
 

@@ -12,6 +12,7 @@ anyway (see `select`). A repair sees positions and evidence, never KV.
                         2024, arXiv 2405.16444, section 4)
     Both(a, b)          what a needs, then b's ranking
     Everything          every token; equals prefill exactly
+    WhenSure(a, margin) what a needs; and everything where the answer then hangs in the balance
 
 Tried on SmolLM2-135M and left out. Numbers are differences in log KL over 16 tokens against one of these at as many
 tokens, mean and standard error over n paired prompts; less is better.
@@ -177,7 +178,39 @@ class Everything(msgspec.Struct, frozen=True, tag="everything"):
         return _positions(runs)
 
 
-AnyRepair = Nothing | FirstTokens | Attended | Deviating | Both | Everything
+class WhenSure(msgspec.Struct, frozen=True, tag="sure"):
+    """What `repair` does, then a look at the answer: it is kept where the likeliest next token leads by `margin` nats.
+
+    Where it does not, all from the first moved run on is computed after all, and the answer is full prefill's. Reuse
+    changes the first token mostly where two are about as likely: of 91 prompts of real notes, first-6 changed it in 4,
+    three of them among the 11 % whose two likeliest tokens were within 0.3 then.
+    """
+
+    repair: Nothing | FirstTokens | Attended | Deviating | Both
+    margin: float
+
+    @property
+    def evidence(self) -> str | None:
+        return self.repair.evidence
+
+    def least(self, runs: Sequence[MovedRun]) -> int:
+        return self.repair.least(runs)
+
+    def rank(self, runs: Sequence[MovedRun], evidence: Evidence) -> Positions:
+        return self.repair.rank(runs, evidence)
+
+    def is_sure(self, logits: NDArray[np.float32]) -> bool:
+        """Whether the likeliest token leads by the margin; `logits` float32 [vocab]."""
+        second, first = np.partition(logits, -2)[-2:]
+        return bool(first - second >= self.margin)
+
+
+AnyRepair = Nothing | FirstTokens | Attended | Deviating | Both | Everything | WhenSure
+
+
+def first_of(repair: AnyRepair) -> AnyRepair:
+    """What a repair does before any second look."""
+    return repair.repair if isinstance(repair, WhenSure) else repair
 
 
 def _positions(runs: Sequence[MovedRun]) -> Positions:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 import kvstore
 from kvstore.pipeline.engine import StaticGraphEngine
-from kvstore.pipeline.recompute import AnyRepair, Attended, Both, Everything, FirstTokens, Nothing
+from kvstore.pipeline.recompute import AnyRepair, Attended, Both, Everything, FirstTokens, Nothing, WhenSure
 from kvstore.prefill import prefill
 from kvstore.reuse import Policy, Verdict
 from kvstore.session import Session, identity_of
@@ -89,6 +89,33 @@ def test_every_repair_accounts_for_each_token(engine: StaticGraphEngine, repair:
         assert engine.statistics.tokens - before == done.computed + done.recomputed
         assert np.isfinite(done.logits).all()
         assert done.recomputed >= (0 if isinstance(repair, Nothing) else 12)
+
+
+def test_an_unsure_answer_is_computed_after_all(engine: StaticGraphEngine) -> None:
+    first, second = two_prompts(engine)
+    with opened(None, engine, Verdict(fast=WhenSure(FirstTokens(4), 1e9), careful=None)) as store:
+        Session(engine, store, "exact").generate(first, 1)
+        kv, plain = engine.allocate(len(second)), engine.allocate(len(second))
+        done = prefill(engine, store, second, kv, WhenSure(FirstTokens(4), 1e9))
+        assert done.unsure
+        assert (done.prefix, done.moved, done.recomputed) == (40, 0, 0)
+        assert done.computed == len(second) - 40
+        np.testing.assert_allclose(done.logits, engine.prefill(second, plain), atol=1e-4)
+        assert "is computed after all" in " ".join(store.explain(second, "fast").notes)
+        Session(engine, store, "fast").generate(second, 1)
+        assert store.stats().counts["requests_unsure"] == 2
+        assert store.lookup(second).length == len(second)  # exact KV, kept as such
+
+
+def test_a_sure_answer_is_what_the_repair_gives(engine: StaticGraphEngine) -> None:
+    first, second = two_prompts(engine)
+    with opened(None, engine) as store:
+        Session(engine, store, "exact").generate(first, 1)
+        sure = prefill(engine, store, second, engine.allocate(len(second)), WhenSure(FirstTokens(4), 0.0))
+        plain = prefill(engine, store, second, engine.allocate(len(second)), FirstTokens(4))
+        assert not sure.unsure
+        assert (sure.moved, sure.recomputed) == (plain.moved, plain.recomputed)
+        np.testing.assert_array_equal(sure.logits, plain.logits)
 
 
 def test_recompute_fills_the_calls_that_are_paid_for_anyway(engine: StaticGraphEngine) -> None:

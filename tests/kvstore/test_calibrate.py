@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 import kvstore
-from kvstore.calibrate import Answered, answered, attempt, calibrate, measurement
+from kvstore.calibrate import Answered, answered, attempt, calibrate, closeness, measurement
 from kvstore.fidelity import FORCED, answer_of_reuse, fidelity, greedy
 from kvstore.language_model import LanguageModel
 from kvstore.pipeline.engine import StaticGraphEngine
@@ -55,6 +55,45 @@ def test_the_verdict_is_kept_and_nothing_else(model: LanguageModel, pydoc_text: 
     assert verdict.fast is not None
     assert verdict.careful is None  # a random model finds no fact, so nothing shows that reuse does
     assert "0 prompts" in (verdict.why_none("careful") or "")
+
+
+def test_the_users_own_prompts_decide_how_close_answers_stay(model: LanguageModel, pydoc_text: str) -> None:
+    words = pydoc_text.split()
+    passages = [" ".join(words[at : at + 40]) for at in range(0, 400, 40)]
+    own = [
+        model.chat_prompt(
+            "Notes.",
+            "\n\n".join([passages[at % 10], passages[(3 * at + at // 10 + 1) % 10], f"Question {at}"]),
+        )
+        for at in range(24)
+    ]
+    repairs: list[AnyRepair] = [Nothing(), Everything()]
+    shares: list[float] = []
+    with kvstore.open(None, identity=model.identity) as store:
+        verdict = calibrate(
+            model,
+            store,
+            pydoc_text,
+            own=own,
+            trials=2,
+            candidates=repairs,
+            tokens=TOKENS,
+            progress=shares.append,
+        )
+    of_own = closeness(model, own, repairs)
+    for each in verdict.measurements:
+        kl = [close.kl.mean() for close in of_own[each.repair]]
+        assert 16 <= len(kl) < len(own)  # nothing moved in the first
+        assert (each.prompts, each.kl_mean) == (len(kl), pytest.approx(sum(kl) / len(kl)))
+    assert shares[-1] == 1.0
+    assert shares == sorted(shares)
+    few = closeness(model, own[:3], repairs)
+    with kvstore.open(None, identity=model.identity) as store:
+        verdict = calibrate(
+            model, store, pydoc_text, own=own[:3], trials=2, candidates=repairs, tokens=TOKENS
+        )
+    assert 0 < len(few[Nothing()]) < 16
+    assert [each.prompts for each in verdict.measurements] == [2, 2]
 
 
 def test_what_has_no_chance_is_dropped(model: LanguageModel, pydoc_text: str) -> None:

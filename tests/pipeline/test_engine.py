@@ -135,6 +135,10 @@ def test_every_split_into_calls_and_slots_gives_the_same(
     assert kv.slot_positions[kv.padding_slot] == EMPTY
 
 
+def test_no_more_layer_groups_than_layers(make: Make) -> None:
+    assert make(groups=9).layer_groups == [range(1), range(1, 2), range(2, 3)]
+
+
 def test_layer_groups_do_not_change_a_bit(make: Make) -> None:
     held = []
     for groups in (1, 2, 3):
@@ -405,7 +409,6 @@ def test_the_identity_follows_the_weights(make: Make, folder: Path) -> None:
 
 def test_settings_that_make_no_sense_are_refused(folder: Path, tiny: Path) -> None:
     for options, said in (
-        ({"groups": 4}, "4 layer groups: the model has 3"),
         ({"groups": 0}, "0 layer groups"),
         ({"sizes": ()}, "sizes"),
         ({"sizes": (0, 16)}, "sizes"),

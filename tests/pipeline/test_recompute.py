@@ -18,6 +18,8 @@ from kvstore.pipeline.recompute import (
     FirstTokens,
     MovedRun,
     Nothing,
+    WhenSure,
+    first_of,
     select,
 )
 
@@ -29,6 +31,7 @@ REPAIRS: tuple[AnyRepair, ...] = (
     Both(FirstTokens(4), Attended(0.1)),
     Both(FirstTokens(2), Deviating(0.1)),
     Everything(),
+    WhenSure(FirstTokens(8), 0.3),
 )
 
 
@@ -94,3 +97,10 @@ def test_attention_chooses_spans_and_deviation_single_tokens() -> None:
 @pytest.mark.parametrize("repair", REPAIRS, ids=str)
 def test_repairs_outlive_a_file(repair: AnyRepair) -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(repair), type=AnyRepair) == repair
+
+
+def test_sure_is_what_leads_by_the_margin() -> None:
+    repair = WhenSure(FirstTokens(4), 0.5)
+    assert repair.is_sure(np.array([0.0, 3.0, 2.5, -9.0], np.float32))
+    assert not repair.is_sure(np.array([2.75, 3.0, 0.0], np.float32))
+    assert first_of(repair) == FirstTokens(4) == first_of(FirstTokens(4))

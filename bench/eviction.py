@@ -11,6 +11,12 @@ constraint. What it shows is hits; saved milliseconds at the optimum of hits are
 
 Milliseconds are those of the device profile `mid` and a model of 56 KiB a token (Qwen3-1.7B, int8): recompute at the
 block's depth less the load from flash.
+
+What of all that is worth a write to flash is another question, see `flash_writes`.
+
+    python -m bench.eviction --data DIR --plot eviction --check
+
+It takes about a quarter of an hour on two cores; `--quick` a fifth of that.
 """
 
 from __future__ import annotations
@@ -28,16 +34,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from rich.progress import Progress
 
+from bench import flash_writes
 from bench.report import Report, arguments
-from bench.traces import Request, Trace, traces
+from bench.traces import TOKEN_BYTES, Clock, Request, Trace, traces
 from kvstore.prefetch.cost import DEVICES
 from kvstore.prefetch.eviction import DEFAULT, POLICIES, LeastWorth
 from kvstore.prefetch.policy import Facts, Policy
 
 SHARES = (1, 2, 5, 10, 25)
 MID = DEVICES["mid"]
-TOKEN_BYTES = 56 * 1024
 OPTIMUM = "Belady + bypass"
 
 
@@ -140,15 +147,6 @@ def optimum(trace: Trace, room: int) -> Result:
     return Result(100 * hit / asked, saved, time.perf_counter() - started)
 
 
-class Clock:
-    """The time of the trace."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def made(name: str, room: int, clock: Clock) -> Policy:
     return LeastWorth(room, clock) if name == LeastWorth.name else POLICIES[name](room)
 
@@ -166,12 +164,26 @@ def _cell(cell: tuple[int, str, int]) -> Result:
     return replay(trace, made(name, room, clock), room, clock)
 
 
+def _flash_cell(cell: tuple[int, flash_writes.Way, int, int | None]) -> flash_writes.Outcome:
+    number, way, share, per_day = cell
+    return flash_writes.replay(_TRACES[number], share, way, per_day)
+
+
 def measure_traces(report: Report, args: argparse.Namespace) -> None:
     _TRACES[:] = traces(args.data, quick=args.quick)
     names = [OPTIMUM, *POLICIES]
     cells = list(product(range(len(_TRACES)), names, SHARES))
-    with ProcessPoolExecutor(2, mp_context=get_context("fork")) as workers:
-        results = dict(zip(cells, workers.map(_cell, cells), strict=True))
+    flash_cells = flash_writes.cells(_TRACES)
+    with (
+        ProcessPoolExecutor(2, mp_context=get_context("fork")) as workers,
+        Progress(transient=True) as progress,
+    ):
+        told = progress.track(workers.map(_cell, cells), len(cells), description="policies")
+        results = dict(zip(cells, told, strict=True))
+        told_too = progress.track(
+            workers.map(_flash_cell, flash_cells), len(flash_cells), description="writes to flash"
+        )
+        writes = dict(zip(flash_cells, told_too, strict=True))
     for number, trace in enumerate(_TRACES):
         blocks = sum(len(request.path) for request in trace.requests)
         rows = report.table(
@@ -189,8 +201,9 @@ def measure_traces(report: Report, args: argparse.Namespace) -> None:
                 (name, *(f"{each.hits:.2f}" for each in row), *(f"{each.saved:,.0f}" for each in row))
             )
     compare(report, results)
+    flash_writes.compare(report, _TRACES, writes)
     if args.plot:
-        plot(args.plot, results)
+        plot(args.plot, results, writes)
 
 
 def compare(report: Report, results: dict[tuple[int, str, int], Result]) -> None:
@@ -248,8 +261,8 @@ def compare(report: Report, results: dict[tuple[int, str, int], Result]) -> None
     report.bar("saved over lru, mean of traces", 100 * gains[DEFAULT][1], ">=", 5, "%")
 
 
-def plot(path: Path, results: dict[tuple[int, str, int], Result]) -> None:
-    """Hits by capacity, a picture a trace, as PNG and SVG."""
+def plot(path: Path, results: dict[tuple[int, str, int], Result], writes: flash_writes.Outcomes) -> None:
+    """Hits by capacity, and below it hits by writes to flash, a picture a trace, as PNG and SVG."""
     try:
         import matplotlib
 
@@ -259,8 +272,11 @@ def plot(path: Path, results: dict[tuple[int, str, int], Result]) -> None:
         print("no plot: matplotlib is not installed (pip install matplotlib)")
         return
     figure, axes = pyplot.subplots(
-        1, len(_TRACES), figsize=(3.6 * len(_TRACES), 3.8), squeeze=False, layout="constrained"
+        2, len(_TRACES), figsize=(3.6 * len(_TRACES), 7.0), squeeze=False, layout="constrained"
     )
+    for number, (trace, axis) in enumerate(zip(_TRACES, axes[1], strict=True)):
+        flash_writes.draw(axis, number, trace, writes)
+    axes[1][0].set_ylabel("hits, % of those when all is written")
     for number, (trace, axis) in enumerate(zip(_TRACES, axes[0], strict=True)):
         for name in [OPTIMUM, *POLICIES]:
             style = {OPTIMUM: ("k--", 1.5), DEFAULT: ("C3-o", 2.2)}.get(name, ("-", 1.0))

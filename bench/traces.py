@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 WORDS_A_BLOCK = 98  # 128 tokens
+TOKEN_BYTES = 56 * 1024  # of KV: Qwen3-1.7B, int8
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0
 
 
@@ -43,6 +44,15 @@ class Trace:
         """Tokens of each block of the request's path."""
         whole = self.block_tokens
         return [min(whole, request.tokens - at * whole) for at in range(len(request.path))]
+
+
+class Clock:
+    """The time of a trace."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 def traces(data: Path | None, *, quick: bool = False) -> list[Trace]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +33,32 @@ def block_key(identity: bytes, parent: bytes, tokens: NDArray[np.int32], *, exac
     return digest.digest()
 
 
+class HeldBlock(Protocol):
+    """A held block as engines see it, whether it lies in this process or in the daemon's."""
+
+    @property
+    def number(self) -> int: ...
+    @property
+    def key(self) -> bytes: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def length(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def cold_bytes(self) -> int: ...
+    @property
+    def tier(self) -> str: ...
+    @property
+    def in_memory(self) -> bool: ...
+
+
+def own_blocks(blocks: Iterable[HeldBlock]) -> list[Block]:
+    """Those of this process."""
+    return [block for block in blocks if isinstance(block, Block)]
+
+
 @dataclass(slots=True)
 class Residence:
     """Where a block's raw bytes lie in memory."""
@@ -47,7 +74,8 @@ class Block:
     `start` is the position of its first token. `cold_bytes` is what it occupies on flash, 0 when it is not there.
     `exact` False: its KV was computed behind KV that was itself moved; it serves as a moved run, never as a prefix.
     `leases` counts who relies on it: while above 0 it is neither moved nor dropped. `doomed` blocks are no longer
-    findable and go when the last lease ends.
+    findable and go when the last lease ends. `shared` counts the shared beginnings that it is a
+    part of, see `shared_beginnings`: it is not evicted.
     """
 
     number: int
@@ -65,12 +93,23 @@ class Block:
     tail: Block | None = None  # the block that this one replaced, kept while only that one is on flash
     aside: bool = False  # doomed, and its record waits under another name for the last lease to end
     waiting: bool = False  # queued for flash
+    pinned: bool = False  # part of a pinned prefix: not evicted
     hits: int = 0
     last_use: float = 0.0
+    told: tuple[str, int, bytes] | None = None  # what a daemon says of it, while its tier and cold_bytes are these
+    leased_since_put: bool = False
+    fresh: int = 1  # blocks of its prompt that came with it
+    session: int = 0  # the block that its conversation began with
+    behind: tuple[bytes, ...] = ()  # keys of the first different blocks that were put behind it
+    shared: int = 0
 
     @property
     def length(self) -> int:
         return len(self.tokens)
+
+    @property
+    def in_memory(self) -> bool:
+        return self.memory is not None
 
     @property
     def tier(self) -> str:

@@ -9,7 +9,7 @@ from kvstore.pipeline.recompute import AnyRepair
 from kvstore.pipeline.schedule import CallCosts
 from kvstore.prefetch.load_or_recompute import Decision, Held, decide
 
-from .block import Block
+from .block import HeldBlock
 from .choice import Choice, Declined, repairable
 from .moved import SHORTEST, MovedRun, Piece
 
@@ -17,7 +17,7 @@ from .moved import SHORTEST, MovedRun, Piece
 def against_flash(
     choice: Choice,
     tokens: int,
-    blocks: Sequence[Block],
+    blocks: Sequence[HeldBlock],
     repair: AnyRepair,
     costs: CallCosts,
     bytes_per_second: float | None,
@@ -88,6 +88,6 @@ def _kept(runs: Sequence[MovedRun], front: int) -> tuple[MovedRun, ...]:
     return tuple(kept)
 
 
-def _on_flash(block: Block) -> int:
+def _on_flash(block: HeldBlock) -> int:
     """Bytes that only flash holds; 0 for what lies in memory."""
-    return block.cold_bytes if block.memory is None else 0
+    return 0 if block.in_memory else block.cold_bytes

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from kvstore.index.chunks import Run
 
-from .block import Block
+from .block import Block, HeldBlock
 
 SHORTEST = 32
 """A moved run of fewer tokens is not worth its repair."""
@@ -22,7 +22,7 @@ _AT_START = 16  # a copy captured with fewer tokens before it took the place of 
 class Piece(NamedTuple):
     """`length` tokens of `block` from `offset` on, which stand at position `target` of the prompt."""
 
-    block: Block
+    block: HeldBlock
     offset: int
     length: int
     target: int
@@ -43,6 +43,10 @@ class MovedRun(NamedTuple):
     @property
     def shift(self) -> int:
         return self.pieces[0].shift
+
+    @property
+    def blocks(self) -> tuple[HeldBlock, ...]:
+        return tuple(piece.block for piece in self.pieces)
 
     def before(self, end: int) -> MovedRun | None:
         """The part of the run that lies before position `end`; None when there is none."""

@@ -12,8 +12,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from kvstore.index.chunks import ChunkTable
 from kvstore.index.trie import Trie
+from kvstore.prefetch.cost import Recompute
 
-from .block import Block
+from .block import Block, HeldBlock
 from .codec import Codec
 from .identity import Identity
 from .layout import Layout
@@ -39,6 +40,8 @@ class Namespace:
         self.identity: Identity | None = None
         self.layer_groups: tuple[range, ...] = ()
         self.semantics: Semantics | None = None
+        self.recompute: Recompute | None = None
+        """What computing takes, where an engine has told."""
         self.trie = Trie(block_tokens)
         self.by_key: dict[bytes, Block] = {}
         self._by_number: dict[int, Block] = {}
@@ -109,7 +112,26 @@ class Namespace:
         """Exact blocks that no prefix reaches, since their parent is not held."""
         return [block for waiting in self._orphans.values() for block in waiting]
 
-    def holds(self, block: Block) -> bool:
+    def parent(self, block: Block) -> Block | None:
+        """The held block whose tokens come right before this one's in a prefix."""
+        return self._above(block) if block.exact else None
+
+    def path(self, block: Block) -> list[Block]:
+        """The blocks of a prefix from the root down to `block`; none when no prefix reaches it."""
+        if block.number not in self.trie:
+            return []
+        found = [block]
+        while (above := self._above(found[-1])) is not None:
+            found.append(above)
+        return found[::-1]
+
+    def children(self, block: Block) -> list[Block]:
+        """The held blocks right behind `block`."""
+        if block.number not in self.trie:
+            return []
+        return [self._by_number[number] for number in self.trie.children(block.number)]
+
+    def holds(self, block: HeldBlock) -> bool:
         """Whether this very block is still findable."""
         return self.by_key.get(block.key) is block
 

@@ -18,7 +18,7 @@ from kvstore.index import semantic
 from kvstore.index.embedder import Embedder
 
 if TYPE_CHECKING:
-    from .block import Block
+    from .block import Block, HeldBlock
     from .tiers import Tiers
 
 TextOfTokens = Callable[[NDArray[np.int32]], str]
@@ -31,7 +31,7 @@ _SHARE = 32  # part of all vectors that has to change: so 32 times their size is
 class Neighbour(NamedTuple):
     """A held block, and the cosine of what it speaks of and what was asked for, -1 to 1."""
 
-    block: Block
+    block: HeldBlock
     similarity: float
 
 

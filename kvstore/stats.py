@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvstore.index.semantic import SemanticStats
+from kvstore.prefetch.prefetcher import Usefulness
 
 from .reuse import Measurement, Policy, Verdict, named
 
@@ -47,16 +48,18 @@ class Stats(msgspec.Struct, frozen=True):
 
     Of requests that engines reported as served, tokens prefix + moved + recomputed + computed = tokens of the prompts.
 
-    `waiting` blocks are not on flash yet. `refusals` count what was not stored, `misses` what was held but not
+    `waiting` blocks are being written to flash; `unwritten` ones lie in memory only, until that needs the room, or
+    `flush` or `close` write them. `refusals` count what was not stored, `misses` what was held but not
     usable, `bad_records` what opening found damaged, each by reason. `index` says how the flash index was opened.
     `verdicts`: of each identity that was measured, by its digest.
-    `semantics`: of this identity, the embedder and the blocks it indexed, that wait, and were refused, by reason.
+    `semantics`: of one identity, the embedder and the blocks it indexed, that wait, and were refused, by reason.
     """
 
     hot: TierStats
     warm: TierStats
     cold: TierStats
     waiting: int
+    unwritten: int
     counts: dict[str, int]
     refusals: dict[str, int]
     misses: dict[str, int]
@@ -67,7 +70,11 @@ class Stats(msgspec.Struct, frozen=True):
 
 
 def collect(
-    tiers: Tiers, worker: WriteBehind, namespace: Namespace, verdicts: Mapping[bytes, Verdict]
+    tiers: Tiers,
+    worker: WriteBehind,
+    namespace: Namespace | None,
+    verdicts: Mapping[bytes, Verdict],
+    ahead: Usefulness,
 ) -> Stats:
     """Called under the store's lock; takes no longer when more is held."""
 
@@ -76,6 +83,9 @@ def collect(
 
     cold = tiers.cold
     counts = dict(tiers.counts)
+    counts.update(
+        {f"bytes_prefetched_{name}": nbytes for name, nbytes in ahead._asdict().items() if ahead.read}
+    )
     counts["tokens_missed"] = counts.get("tokens_asked", 0) - counts.get("tokens_matched", 0)
     if cold is not None:
         counts["bytes_written"] = cold.bytes_written
@@ -84,7 +94,8 @@ def collect(
         hot=of("hot", tiers.hot.total, tiers.hot.used, tiers.hot.pinned),
         warm=of("warm", tiers.warm.total, tiers.warm.used),
         cold=of("cold", cold.total, cold.used) if cold is not None else TierStats(0, 0, 0, 0, 0),
-        waiting=worker.waiting,
+        waiting=len(tiers.unwritten.queue),
+        unwritten=len(tiers.unwritten),
         counts=counts,
         refusals=dict(tiers.refusals),
         misses=dict(tiers.misses),
@@ -92,7 +103,9 @@ def collect(
         if cold is not None
         else {},
         index=cold.opened if cold is not None else None,
-        semantics=namespace.semantics.stats() if namespace.semantics is not None else None,
+        semantics=namespace.semantics.stats()
+        if namespace is not None and namespace.semantics is not None
+        else None,
         verdicts={digest.hex(): _in_use(verdict) for digest, verdict in verdicts.items()},
     )
 

@@ -13,12 +13,12 @@ One open directory serves several identities: `store.view(identity)` shares tier
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -27,60 +27,38 @@ from numpy.typing import ArrayLike, NDArray
 from kvstore.index.embedder import Embedder
 from kvstore.index.tokens import token_ids
 from kvstore.pipeline.schedule import CallCosts
+from kvstore.prefetch.cost import Recompute
 
 from . import explain as explanation
-from .block import Block, block_key
+from .block import Block, block_key, own_blocks
 from .buffer import KvBuffer, check_buffer
 from .codec import CODECS
-from .directory import DataDirectory
 from .errors import BudgetError, InvalidRequestError, InvalidTokensError, StoreClosedError
 from .identity import Identity
 from .layout import capabilities
 from .lease import Lease
+from .match import Match as Match
 from .moved import SHORTEST, MovedRun
 from .namespace import ROOT_KEY, Namespace
+from .open_directory import OpenDirectory
 from .orphans import continuing
+from .presence import Presence
 from .profile import CPU, Profile
 from .put import Incoming, PutResult
 from .reuse import NOT_MEASURED, Policy, Verdict
 from .semantics import Neighbour, Semantics, TextOfTokens
+from .snapshot import Snapshot, snapshot
 from .stats import Stats, collect
-from .tiers import Tiers
-from .write_behind import WriteBehind
-
-_IO_THREADS = 2
+from .store_lease import StoreLease
+from .timings import microseconds
 
 EXACT_ONLY = "layout permits exact reuse only"
-
-
-class Match(NamedTuple):
-    """What a look-up found: the first `length` of the tokens asked for are held, in `blocks`; `runs` elsewhere."""
-
-    length: int
-    blocks: tuple[Block, ...]
-    runs: tuple[MovedRun, ...] = ()
-
-
-class _Shared:
-    """What all views of one open directory share."""
-
-    def __init__(self, path: Path | None, profile: Profile) -> None:
-        self.directory = None if path is None else DataDirectory(path, profile.block_tokens)
-        try:
-            self.tiers = Tiers(profile, self.directory)
-        except BaseException:
-            if self.directory is not None:
-                self.directory.close()
-            raise
-        self.verdicts = {} if self.directory is None else _verdicts(self.directory)
-        self.worker = WriteBehind(self.tiers)
-        self.pool = ThreadPoolExecutor(_IO_THREADS, thread_name_prefix="kvstore-load")
 
 
 class KVStore:
     """Holds KV of one identity in the tiers of one directory. Thread-safe. A context manager; see `open_store`."""
 
-    def __init__(self, shared: _Shared, identity: Identity) -> None:
+    def __init__(self, shared: OpenDirectory, identity: Identity) -> None:
         self._shared = shared
         self._tiers = shared.tiers
         self.identity = identity
@@ -111,6 +89,7 @@ class KVStore:
         with self._tiers.lock:
             self._namespace = self._tiers.namespace(self._digest)
             self._namespace.open(identity, profile.frame_bytes)
+            self._tiers.opened(self._namespace)
 
     # -- reading ----------------------------------------------------------------------------------------------------
 
@@ -120,8 +99,9 @@ class KVStore:
         moved: look for runs of the rest that are held anywhere, too; their KV has to be turned and repaired, and is
         an approximation then. boundaries: positions at which segments of the prompt begin, where they are known.
         """
-        ids = _checked(tokens)
-        with self._lock():
+        ids = checked_tokens(tokens)
+        self._shared.prefetching.request()
+        with self._tiers.timings.stage("lookup"), self._lock():
             found, reached = self._namespace.match(ids)
             blocks, length = self._usable(ids, found, reached)
             if length < reached:
@@ -159,29 +139,32 @@ class KVStore:
 
     def lease(self, match: Match) -> Lease:
         """Hold what `match` found. What vanished since makes the lease shorter, possibly empty; nothing fails."""
-        with self._lock():
+        with self._tiers.timings.stage("lease"), self._lock():
             blocks: list[Block] = []
             length = 0
             for block in match.blocks:
-                if not self._namespace.holds(block):
-                    self._tiers.misses["evicted between look-up and lease"] += match.length - length
+                if not (isinstance(block, Block) and self._namespace.holds(block)):
                     break
                 blocks.append(block)
                 length = min(block.start + block.length, match.length)
-            if length < match.length and self._exact:
+            gone = match.length - length
+            if gone and self._exact:
                 blocks, length = [], 0
             runs = [
                 run for run in match.runs if all(self._namespace.holds(piece.block) for piece in run.pieces)
             ]
-            gone = sum(run.length for run in match.runs) - sum(run.length for run in runs)
+            gone += sum(run.length for run in match.runs) - sum(run.length for run in runs)
             if gone:
                 self._tiers.misses["evicted between look-up and lease"] += gone
             self._tiers.acquire(blocks, used=True)
             for run in runs:
-                self._tiers.acquire([piece.block for piece in run.pieces], used=True)
-            return Lease(
-                self._tiers, self._shared.worker, self._shared.pool, blocks, length, runs, whole=self._exact
-            )
+                self._tiers.acquire(own_blocks(run.blocks), used=True)
+            self._shared.prefetching.used([*blocks, *(block for run in runs for block in own_blocks(run.blocks))])
+            return StoreLease(self._shared, self._namespace, blocks, length, runs, whole=self._exact)
+
+    def find(self, tokens: ArrayLike, *, moved: bool = False, boundaries: Sequence[int] = ()) -> Lease:
+        """Look up and hold what was found, in one step. As `lookup` and `lease`."""
+        return self.lease(self.lookup(tokens, moved=moved, boundaries=boundaries))
 
     # -- writing ----------------------------------------------------------------------------------------------------
 
@@ -203,9 +186,8 @@ class KVStore:
         When warm memory is full of what waits for flash, the rest is refused, after at most `wait` seconds.
         Raises InvalidTokensError, LayoutMismatchError, BufferTooSmallError, InvalidRequestError.
         """
-        ids = _checked(tokens)
-        if not isinstance(start, (int, np.integer)) or not 0 <= start < len(ids):
-            raise InvalidRequestError(f"start {start!r} must lie in the {len(ids)} tokens given")
+        ids = checked_tokens(tokens)
+        check_start(start, ids)
         check_buffer(kv, self.layout, len(ids) - start, slots)
         with self._lock():
             path, held = self._namespace.match(ids)
@@ -221,9 +203,10 @@ class KVStore:
                 for other in self._namespace.below(ids[: self.block_tokens]):
                     self._tiers.drop(other)  # two prompts cannot share a block, the newer one stays
                 path, held = [], 0
-            self._tiers.acquire(path, used=True)
-        incoming = Incoming(self._shared.tiers, self._shared.worker, self._namespace, kv, start, slots, wait)
-        return incoming.prefix(ids, path, held, self._key_seed(ids))
+            self._tiers.acquire(path, used=True, by_put=True)
+        incoming = Incoming(self._tiers, self._namespace, kv, start, slots, wait)
+        with self._tiers.timings.stage("put"):
+            return incoming.prefix(ids, path, held, self._key_seed(ids))
 
     def put_inexact(
         self,
@@ -238,20 +221,13 @@ class KVStore:
         run elsewhere. Give only spans that were computed, never keys that were turned. kv and slots as in `put`, with
         `start` 0. Raises as `put` does.
         """
-        ids = _checked(tokens)
-        if any(not 0 <= begin < end <= len(ids) for begin, end in spans):
-            raise InvalidRequestError(f"spans {list(spans)} must lie in the {len(ids)} tokens given")
+        ids = checked_tokens(tokens)
+        check_spans(spans, ids)
         check_buffer(kv, self.layout, max((end for _, end in spans), default=0), slots)
         self._open()
-        incoming = Incoming(self._shared.tiers, self._shared.worker, self._namespace, kv, 0, slots, 0.0)
+        incoming = Incoming(self._tiers, self._namespace, kv, 0, slots, 0.0)
         results = [incoming.span(ids, begin, end) for begin, end in spans if end - begin >= SHORTEST]
-        reasons = [result.reason for result in results if result.reason]
-        return PutResult(
-            sum(result.stored for result in results),
-            sum(result.held for result in results),
-            sum(result.refused for result in results),
-            reasons[0] if reasons else None,
-        )
+        return PutResult.total(results)
 
     @property
     def verdict(self) -> Verdict:
@@ -294,13 +270,64 @@ class KVStore:
         """
         if k < 1:
             raise InvalidRequestError(f"at least one neighbour is asked for, got k={k}")
-        asked = query if isinstance(query, str) else _checked(query)
+        asked = query if isinstance(query, str) else checked_tokens(query)
         with self._lock():
             semantics = self._namespace.semantics
         found = semantics.nearest(asked, k) if semantics is not None else []
         with self._lock():
             held = [(self._namespace.block(number), similarity) for number, similarity in found]
         return [Neighbour(block, similarity) for block, similarity in held if block is not None]
+
+    # -- ahead of requests -------------------------------------------------------------------------------------------
+
+    def hint(
+        self,
+        *,
+        tokens: ArrayLike | None = None,
+        text: str | None = None,
+        session: Hashable = None,
+    ) -> None:
+        """Say what the next request may need, so that it is read from flash before: returns at once, promises nothing.
+
+        text: what the user has typed so far, while he types; what it speaks of is fetched. Needs `use_semantics`.
+        tokens: what the next prompt will begin with or contain, integers [n]. session: who is going to ask, any name.
+        With `tokens`, also where that session stands: say it after an answer, and `session` alone, when its user comes
+        back to it, brings those blocks. A hint replaces the one before of the same session (None is one, too).
+
+        Only time in which no request reads is used, and a part of warm memory. From the first hint on, what usually
+        follows the requests that were seen is fetched without being hinted. `stats().counts` says what that was good
+        for: bytes_prefetched_read = _used + _wasted + _waiting + _cancelled.
+        Raises InvalidTokensError, InvalidRequestError when nothing is given.
+        """
+        if tokens is None and not text and session is None:
+            raise InvalidRequestError("give tokens, text or session")
+        ids = None if tokens is None else checked_tokens(tokens)
+        with self._lock():
+            self._shared.prefetching.hint(self._namespace, ids, text, session)
+
+    def prefetch(self, match: Match, timeout: float | None = 0.0) -> Presence:
+        """Have what a look-up found read into memory, before all that is only hinted; where its tokens are then.
+
+        timeout: 0 returns at once (best effort); None waits until all is in memory or will not come (no room, damage);
+        else at most so many seconds, and what is not there by then goes on. A request that reads meanwhile goes first.
+        Raises StoreClosedError.
+        """
+        with self._lock():
+            self._shared.prefetching.demand(match, timeout)
+            self._open()
+            return self._shared.prefetching.presence(match)
+
+    def presence(self, match: Match) -> Presence:
+        """Which tokens of a match are in memory (`hit`), on their way there (`pending`), or on flash: `Presence`."""
+        with self._lock():
+            return self._shared.prefetching.presence(match)
+
+    def stand_back_when(self, reason: Callable[[], str | None]) -> None:
+        """Nothing that is only hinted is read while `reason()` names one. For hosts that know their device better.
+
+        By default Linux says so: memory pressure, a low battery, heat (`prefetch.pressure`).
+        """
+        self._shared.prefetching.stands_back = reason
 
     # -- administration ---------------------------------------------------------------------------------------------
 
@@ -336,7 +363,7 @@ class KVStore:
         """
         if sum((prefix is not None, adapter is not None, older_than is not None, everything)) != 1:
             raise InvalidRequestError("give exactly one of prefix, adapter, older_than, everything")
-        ids = None if prefix is None else _checked(prefix)
+        ids = None if prefix is None else checked_tokens(prefix)
         with self._lock():
             if ids is not None:
                 doomed = []
@@ -371,19 +398,21 @@ class KVStore:
             lease.warm_up()
         if to == "hot":
             with self._lock():
-                for block in lease.blocks:
+                for block in own_blocks(lease.blocks):
                     self._shared.worker.promote(block)
             self._shared.worker.settled().result()
 
     def demote(self, match: Match) -> int:
         """Drop what memory holds of a match and flash holds too; returns how many blocks left memory."""
         with self._lock():
-            return sum(self._tiers.forget_memory(block) for block in reversed(match.blocks))
+            return sum(self._tiers.forget_memory(block) for block in reversed(own_blocks(match.blocks)))
 
     def flush(self, timeout: float | None = None) -> None:
-        """Return once all that was put before is durable: on the medium, and findable after any stop.
+        """Return once all that is held is durable: on the medium, and findable after any stop.
 
-        What the tiers refused (see `stats().refusals`) is not. Raises OSError when the medium does not take it,
+        Without it, blocks stay in memory until that needs the room, which saves flash the writes of what nobody asks
+        for again; `close` writes what is there then. What was refused (see `stats().refusals`) is not durable: by the
+        day's write budget, or, long before, as not worth a write. Raises OSError when the medium does not take it,
         TimeoutError.
         """
         self._open()
@@ -392,13 +421,46 @@ class KVStore:
     def stats(self) -> Stats:
         """Budgets and use of each tier, counters, and why things were refused or missed."""
         with self._lock():
-            return collect(self._tiers, self._shared.worker, self._namespace, self._shared.verdicts)
+            ahead = self._shared.prefetching.usefulness()
+            return collect(
+                self._tiers, self._shared.worker, self._namespace, self._shared.verdicts, ahead
+            )
 
-    def served(self, *, prefix: int, moved: int, recomputed: int, computed: int) -> None:
-        """Count what became of the tokens of a prompt, for `stats`; an engine says it once it has computed it."""
+    def snapshot(self) -> Snapshot:
+        """What happens in the whole directory just now, as `kvstore top` and metrics show it."""
+        self._open()
+        return snapshot(self._shared)
+
+    def served(
+        self,
+        *,
+        prefix: int,
+        moved: int,
+        recomputed: int,
+        computed: int,
+        unsure: bool = False,
+        seconds: float = 0.0,
+        waited: float = 0.0,
+        without: float | None = None,
+    ) -> None:
+        """Count what became of the tokens of a prompt, for `stats`; an engine says it once it has computed it.
+
+        unsure: moved tokens were loaded, and computed nevertheless, since the answer hung in the balance.
+        seconds: from the prompt to its logits; waited: of these, for the store. without: what it would have taken with
+        all computed, by the engine's costs; from then on that is what blocks of this identity save.
+        """
+        self._tiers.timings.observe("prefill", seconds)
+        self._tiers.timings.observe("wait", waited)
         with self._lock():
+            if without is not None:
+                self._tiers.counts["ttft_saved_us"] += microseconds(without - seconds)
+                self._tiers.counts["ttft_lost_us"] += microseconds(seconds - without)
+                tokens = prefix + moved + recomputed + computed
+                if tokens >= self.block_tokens and without > 0:  # a short prompt pays for padding
+                    self._namespace.recompute = Recompute(tokens / without, math.inf)
             counts = self._tiers.counts
             counts["requests"] += 1
+            counts["requests_unsure"] += unsure
             counts["tokens_prefix"] += prefix
             counts["tokens_moved"] += moved
             counts["tokens_recomputed"] += recomputed
@@ -422,7 +484,7 @@ class KVStore:
         """
         if (view := self.under(policy)) is not self:
             return view.explain(tokens, policy, boundaries=boundaries, costs=costs, layer_groups=layer_groups)
-        ids = _checked(tokens)
+        ids = checked_tokens(tokens)
         with self._lock():
             path, reached = self._namespace.match(ids)
             blocks, length = self._usable(ids, path, reached)
@@ -452,23 +514,37 @@ class KVStore:
 
     def close(self) -> None:
         """Write what waits, seal the index, give the directory up. Of all views, the first close counts."""
-        with self._tiers.lock:
-            if self._tiers.closed:
-                return
-            self._tiers.closed = True
-        for semantics in self._tiers.semantics():
-            semantics.close()
-        self._shared.worker.close()
-        self._shared.pool.shutdown(wait=True)
-        self._tiers.close()
-        if self._shared.directory is not None:
-            self._shared.directory.close()
+        self._shared.close()
 
     def __enter__(self) -> KVStore:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    # -- for the daemon -----------------------------------------------------------------------------------------------
+
+    @property
+    def layer_groups(self) -> tuple[range, ...]:
+        """Into which blocks are cut: one (block, group) is one read from flash."""
+        return self._namespace.layer_groups
+
+    def blocks_of(self, keys: Sequence[bytes]) -> list[Block | None]:
+        """The findable blocks of these keys; None where there is none any more."""
+        with self._lock():
+            return [self._namespace.by_key.get(key) for key in keys]
+
+    def held_for_put(self, tokens: ArrayLike) -> int:
+        """How many of `tokens` a put need not bring; when that is all of them, they count as used, as by a put."""
+        ids = checked_tokens(tokens)
+        with self._lock():
+            path, held = self._namespace.match(ids)
+            if self._exact and self._usable(ids, path, held)[1] < len(ids):
+                return 0
+            if held == len(ids):
+                self._tiers.acquire(path, used=True, by_put=True)
+                self._tiers.release(path)
+            return held
 
     def _forget_vectors(self, space: Namespace) -> None:
         """Leave no vector of what was invalidated on flash. Those of the rest are written with the next flush."""
@@ -516,28 +592,28 @@ def open_store(path: str | os.PathLike[str] | None, *, identity: Identity, profi
     it was then.
     """
     location = None if path is None else Path(path).expanduser()
-    shared = _Shared(location, profile)
+    shared = OpenDirectory(location, profile)
     try:
         return KVStore(shared, identity)
     except BaseException:
-        shared.worker.close()
-        shared.pool.shutdown()
-        shared.tiers.close()
-        if shared.directory is not None:
-            shared.directory.close()
+        shared.close()
         raise
 
 
-def _verdicts(directory: DataDirectory) -> dict[bytes, Verdict]:
-    """Verdicts kept beside the identities; one that cannot be read counts as never measured."""
-    found: dict[bytes, Verdict] = {}
-    for digest, content in directory.verdicts().items():
-        with contextlib.suppress(msgspec.DecodeError):
-            found[digest] = msgspec.json.decode(content, type=Verdict)
-    return found
+def check_start(start: int, ids: NDArray[np.int32]) -> None:
+    """Raise InvalidRequestError unless a put of `ids` can begin at `start`."""
+    if not isinstance(start, (int, np.integer)) or not 0 <= start < len(ids):
+        raise InvalidRequestError(f"start {start!r} must lie in the {len(ids)} tokens given")
 
 
-def _checked(tokens: ArrayLike) -> NDArray[np.int32]:
+def check_spans(spans: Sequence[tuple[int, int]], ids: NDArray[np.int32]) -> None:
+    """Raise InvalidRequestError unless each span lies in `ids`."""
+    if any(not 0 <= begin < end <= len(ids) for begin, end in spans):
+        raise InvalidRequestError(f"spans {list(spans)} must lie in the {len(ids)} tokens given")
+
+
+def checked_tokens(tokens: ArrayLike) -> NDArray[np.int32]:
+    """Token ids as int32 [n], n >= 1. Raises InvalidTokensError."""
     try:
         ids = token_ids(tokens)
     except (ValueError, OverflowError, TypeError) as error:  # TokenError, or numpy's about ragged lists

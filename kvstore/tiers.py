@@ -1,11 +1,16 @@
 """Where blocks lie: hot and warm memory, cold flash, and the moves between them.
 
-    put            -> warm, findable at once, queued for flash
-    write-behind   warm -> also cold
-    warm is full   the least recently used block that flash holds leaves memory; one that flash does not hold
-                   is dropped, leaves first
+    put            -> warm, findable at once
+    warm fills     what was used longest ago is decided on: likely to be used again, warm -> also cold, else it may go;
+                   so is all when no request comes for long
+    flush, close   warm -> also cold, all of it
+    warm is full   the block of the least worth that may go leaves memory; one that only memory holds is dropped,
+                   leaves first
     lease          cold -> also warm, on the way into the engine's buffer
     used again     warm -> hot; hot is full: hot -> warm
+
+What is worth the least is the say of the profile's eviction policy, and what may be written that of `admission`, within
+the day's write budget. Never evicted are blocks that are leased, pinned, or a beginning that several prompts share.
 
 A block has at most one place in memory and at most one on flash. All bookkeeping happens under one lock, copies and
 file operations outside it, on blocks that are held by a lease meanwhile.
@@ -17,14 +22,16 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.prefetch.eviction import LeafFirstLru
+from kvstore.prefetch.admission import Admission
+from kvstore.prefetch.eviction import POLICIES
 from kvstore.prefetch.load_or_recompute import Throughput
 
+from .appraisal import Appraisal
 from .block import Block, Residence
 from .cold import ColdTier
 from .cold_index import Row
@@ -32,11 +39,21 @@ from .directory import DataDirectory
 from .errors import DirectoryUnusableError
 from .memory import MemoryTier
 from .namespace import Namespace
+from .pins import Pins
 from .profile import Profile
+from .recent import RecentPrefixes
 from .record import BadRecordError, NotNowError, RecordReader
 from .semantics import Semantics
+from .shared_beginnings import PARTED, SharedBeginnings
+from .timings import Timings
+from .unwritten import Unwritten
 
 log = logging.getLogger(__name__)
+
+NOT_WORTH_A_WRITE = "not worth a write to flash"
+_SHARED_SHARE = 4  # this part of the smallest tier is the most that shared beginnings may hold
+_UNDECIDED_SHARE = 0.75  # of warm memory, at most, may wait to be decided on
+_PINNED_SHARE = 2  # this part of warm memory, and of flash, is the most that pins may hold
 
 
 class Tiers:
@@ -56,15 +73,27 @@ class Tiers:
         """Why something held could not be used, by reason."""
         self.flash = Throughput()
         """How fast loads bring KV from flash into place."""
+        self.timings = Timings()
+        self.recent = RecentPrefixes()
         self.closed = False
         self.abandoned: deque[list[Block]] = deque()
         """What leases held that were collected without a release; `reap` gives it back. Appended to by any thread."""
         self.leased: Counter[str] = Counter()
         """Blocks of each tier that a lease names."""
+        self.used_at = time.time()
+        """When a request used anything."""
         self._aside = 0  # records of dropped blocks that wait for a lease to end
-        self._order = {"hot": LeafFirstLru(), "warm": LeafFirstLru(), "cold": LeafFirstLru()}
+        self.admission = Admission(profile.cold_bytes_per_day)
+        self.unwritten = Unwritten()
+        self._appraisal = Appraisal(profile.device, self.flash)
+        self._order = {name: POLICIES[profile.eviction](1) for name in ("hot", "warm", "cold")}
+        budgets = [each for each in (profile.hot_bytes, profile.warm_bytes, profile.cold_bytes) if each]
+        self._beginnings = SharedBeginnings(min(budgets, default=0) // _SHARED_SHARE)
         self._next_number = 0
         self.cold: ColdTier | None = None
+        most_pinned = min(profile.warm_bytes, profile.cold_bytes or profile.warm_bytes) // _PINNED_SHARE
+        self.pins = Pins(None if directory is None else directory.pins, profile.block_tokens, most_pinned)
+        """Prefixes that are not evicted; a part of warm and cold memory at most, so that the rest stays a cache."""
         if directory is not None and profile.cold_bytes:
             try:
                 self.cold = ColdTier(
@@ -91,26 +120,36 @@ class Tiers:
             spaces = self.namespaces.values()
             return [space.semantics for space in spaces if space.semantics is not None]
 
+    def opened(self, namespace: Namespace) -> None:
+        """The blocks of a namespace have a size from now on: tell the policies how many of them the tiers hold."""
+        nbytes = namespace.layout.block_bytes(self.profile.block_tokens)
+        totals = {"hot": self.hot.total, "warm": self.warm.total, "cold": self.profile.cold_bytes}
+        for name, order in self._order.items():
+            order.room = max(1, totals[name] // max(1, nbytes))
+        for block in namespace.by_key.values():
+            if len(block.behind) >= PARTED:
+                self._beginnings.consider(namespace.path(block))
+
     def new_number(self) -> int:
         self._next_number += 1
         return self._next_number
 
     # -- leases -------------------------------------------------------------------------------------------------
 
-    def acquire(self, blocks: Sequence[Block], *, used: bool) -> None:
-        """Keep blocks from being moved or dropped. `used` says that a request reads them, which keeps them young."""
+    def acquire(self, blocks: Sequence[Block], *, used: bool, by_put: bool = False) -> None:
+        """Keep blocks from being moved or dropped. `used` says that a request reads them, which counts for their worth.
+
+        A request that leased them before it put what follows them has used them once: `by_put` tells.
+        """
         for block in blocks:
             if block.leases == 0:
                 self._count_leased(block, 1)
             block.leases += 1
         if used:
-            path = [block.number for block in blocks]
-            now = time.time()
+            fresh = [block for block in blocks if not (by_put and block.leased_since_put)]
             for block in blocks:
-                block.hits += 1
-                block.last_use = now
-            for order in self._order.values():
-                order.touch(path)
+                block.leased_since_put = not by_put
+            self._use(fresh)
 
     def release(self, blocks: Sequence[Block]) -> None:
         """End one hold on each block; what was doomed meanwhile goes when the last one ends."""
@@ -144,10 +183,45 @@ class Tiers:
         self.reap()
         while (extent := self.warm.allocate(nbytes)) is None:
             victim = self._order["warm"].victim(self._may_leave_memory)
+            if victim is not None:
+                self._leave_memory(self.blocks[victim])
+            elif not self._decide_until_one_may_go():
+                return None
+        return Residence(self.warm, extent)
+
+    def allocate_ahead(self, block: Block, spared: Container[int]) -> Residence | None:
+        """Room in warm memory for a block on flash that may be needed soon: free, or of what is worth the least.
+
+        Nothing is written for it, so that what waits to be decided on stays, and so do the block numbers `spared`.
+        """
+
+        def may_leave(number: int) -> bool:
+            return number not in spared and self._may_leave_memory(number)
+
+        while (extent := self.warm.allocate(block.nbytes)) is None:
+            victim = self._order["warm"].victim(may_leave)
             if victim is None:
                 return None
             self._leave_memory(self.blocks[victim])
         return Residence(self.warm, extent)
+
+    def new_in_memory(self, block: Block) -> None:
+        """A block was put. When it fills what may be undecided, others are decided on, ahead of need."""
+        if self.cold is None:
+            return
+        self.unwritten.add(block)
+        self.decide_ahead()
+
+    def decide_ahead(self) -> None:
+        """Keep the part of warm memory bounded that can neither leave nor is on its way to flash."""
+        limit = self.warm.total * _UNDECIDED_SHARE
+        while self.unwritten.undecided_bytes > limit and (block := self.unwritten.oldest()) is not None:
+            self._decide(block)
+
+    def decide_all(self) -> None:
+        """There is time to write: have all decided on that waits for it. What is refused may still be used again."""
+        while (block := self.unwritten.oldest()) is not None:
+            self._decide(block)
 
     def add(self, block: Block) -> Block | None:
         """Make a complete block findable; the block that stands for its tokens now.
@@ -159,15 +233,21 @@ class Tiers:
         if standing is not block:
             self._free(block)
             return standing
+        block.pinned = self.pins.covers(block)
         self._register(block)
         if replaced is not None:
             self._retire(replaced, block)
+        if (parting := self._follow(block, replaced)) is not None:
+            self._beginnings.consider(namespace.path(parting))
         for double in namespace.adopt_orphans(block):
             self._discard(double)
+        for child in namespace.children(block):
+            self._hang(child)
         return block
 
     def drop(self, block: Block) -> None:
         """Remove a block from the index and from every tier; from the tiers only once no lease names it."""
+        self._beginnings.forget(block)
         block.namespace.forget(block)
         if block.tail is not None:
             self._discard(block.tail)
@@ -180,7 +260,7 @@ class Tiers:
             residence.tier.release(residence.extent)
             return
         block.memory = residence
-        self._order[residence.tier.name].insert(block.number)
+        self._insert(block, residence.tier.name)
         self.leased[residence.tier.name] += block.leases > 0
 
     def give_back(self, residence: Residence) -> None:
@@ -234,14 +314,22 @@ class Tiers:
             self._order["cold"].remove(block.number)
         self.drop(block)
 
-    def reserve_cold(self, nbytes: int) -> int | None:
-        """Room on flash for a record, made by evicting leaves; None when the rest is held or carries others."""
+    def reserve_cold(self, nbytes: int, incoming: Block | None = None) -> int | None:
+        """Room on flash for a record, made by evicting leaves; None when the rest is held or carries others.
+
+        With `incoming`, the block that the record is of, also None when it is worth less than what would go for it.
+        """
         assert self.cold is not None
         if nbytes > self.cold.total:
             return None
+        facts = None
+        if incoming is not None:
+            facts = self._appraisal.facts(incoming, "cold")._replace(nbytes=nbytes)
         while (size := self.cold.reserve(nbytes)) is None:
-            victim = self._order["cold"].victim(self._may_leave_cold)
+            victim = self._order["cold"].victim(self._may_leave_cold, facts)
             if victim is None:
+                if facts is not None:
+                    self._order["cold"].passed(facts)
                 return None
             self._leave_cold(self.blocks[victim])
         return size
@@ -253,7 +341,8 @@ class Tiers:
             self.cold.remove(block.key, size)
             return
         block.cold_bytes = size
-        self._order["cold"].insert(block.number)
+        self._insert(block, "cold")
+        self._reappraise(block)
         self.leased["cold"] += block.leases > 0
         if block.tail is not None:
             self._discard(block.tail)
@@ -292,7 +381,9 @@ class Tiers:
                 victim = (
                     None
                     if extent
-                    else self._order["hot"].victim(lambda number: self.blocks[number].leases == 0)
+                    else self._order["hot"].victim(
+                        lambda number: not (self.blocks[number].leases or self._stays(self.blocks[number]))
+                    )
                 )
             if extent is not None:
                 self._move(block, Residence(self.hot, extent))
@@ -319,6 +410,14 @@ class Tiers:
             if block.memory is None or block.leases or block.waiting or not block.cold_bytes:
                 return False
             self._leave_memory(block)
+            return True
+
+    def forget_flash(self, block: Block) -> bool:
+        """Drop a block's record, and the block where memory has it not. False when it is held or not on flash."""
+        with self.lock:
+            if block.leases or not block.cold_bytes:
+                return False
+            self._leave_cold(block)
             return True
 
     def check(self) -> None:
@@ -400,10 +499,12 @@ class Tiers:
                 continue
             if replaced is not None:
                 self._discard(replaced)
+            self._follow(block, replaced)
+            block.pinned = self.pins.covers(block)
             blocks.append(block)
         for block in sorted(blocks, key=lambda block: (block.last_use, -block.start)):
             if block.number in self.blocks:
-                self._order["cold"].insert(block.number)
+                self._insert(block, "cold")
         while cold.free < 0:  # the budget was lowered
             victim = self._order["cold"].victim(self._may_leave_cold)
             if victim is None:
@@ -412,9 +513,94 @@ class Tiers:
         cold.rows = {}
 
     def _register(self, block: Block) -> None:
+        """A block that was put is used by that, and by who put it before it was dropped: the policy remembers."""
         self.blocks[block.number] = block
         if block.memory is not None:
-            self._order[block.memory.tier.name].insert(block.number)
+            self.used_at = block.last_use
+            name = block.memory.tier.name
+            facts = self._appraisal.facts(block, name)
+            self._order[name].insert(block.number, facts._replace(last_use=None))
+            self.admission.used(self._appraisal.use(block), missed=True)
+
+    def _use(self, blocks: Sequence[Block]) -> None:
+        """A request reads these blocks, root first."""
+        self.used_at = now = time.time()
+        for block in blocks:
+            block.hits += 1
+            block.last_use = now
+            if self.cold is None:
+                continue
+            self.admission.used(self._appraisal.use(block), missed=False)
+            if block.memory is not None and not block.cold_bytes and not block.doomed:
+                self.unwritten.add(block)
+        self.recent.used(blocks)
+        path = [block.number for block in blocks]
+        for order in self._order.values():
+            order.touch(path)
+
+    def _insert(self, block: Block, tier: str) -> None:
+        self._order[tier].insert(block.number, self._appraisal.facts(block, tier))
+
+    def _reappraise(self, block: Block) -> None:
+        """A block in memory is worth another price since flash has it, or has it no more."""
+        if block.memory is not None:
+            self._update(block, block.memory.tier.name)
+
+    def _hang(self, child: Block) -> None:
+        """A block has a parent again."""
+        self._reappraise(child)
+        if child.cold_bytes:
+            self._update(child, "cold")
+
+    def _update(self, block: Block, tier: str) -> None:
+        facts = self._appraisal.facts(block, tier)
+        self._order[tier].update(block.number, facts.parent, facts.nbytes, facts.saved)
+
+    def _follow(self, block: Block, replaced: Block | None) -> Block | None:
+        """A block is new: it goes on with a conversation, or begins one; the block behind which prompts part."""
+        block.session = block.number
+        above = block.namespace.parent(block)
+        if replaced is not None:
+            block.session = replaced.session
+        elif above is not None and not above.behind:
+            block.session = above.session
+        if above is None or block.key in above.behind or len(above.behind) >= PARTED:
+            return None
+        before = above.behind
+        if replaced is not None:
+            before = tuple(key for key in before if key != replaced.key)
+        above.behind = (*before, block.key)
+        return above if len(above.behind) >= PARTED else None
+
+    def _decide(self, block: Block) -> None:
+        """Have an undecided block written, and what precedes it with it; or let it go when memory needs the room."""
+        assert self.cold is not None
+        if not self.admission.admits(self._appraisal.use(block), self.cold.writes.spent):
+            self.unwritten.refuse(block)
+            self.refusals[NOT_WORTH_A_WRITE] += 1
+            return
+        path = list[Block]()
+        at: Block | None = block
+        while at is not None and at.memory is not None and not (at.cold_bytes or at.waiting):
+            path.append(at)
+            at = at.namespace.parent(at)
+        self.unwritten.write(reversed(path))
+        self.admission.wrote(len(path))
+        self.changed.notify_all()
+
+    def _decide_until_one_may_go(self) -> bool:
+        """Whether a block may leave memory now that it was decided on; the first that is written ends the search."""
+        while (block := self.unwritten.oldest()) is not None:
+            self._decide(block)
+            if block.waiting:
+                return False
+            if self._may_leave_memory(block.number):
+                return True
+        return False
+
+    def _stays(self, block: Block) -> bool:
+        """Whether nothing but its user may drop a block."""
+        return bool(block.pinned or block.shared)
 
     def _retire(self, tail: Block, block: Block) -> None:
         """`block` holds what `tail` holds, and more. What of it is on flash stays there until `block` is, too."""
@@ -440,6 +626,7 @@ class Tiers:
 
     def _free(self, block: Block) -> None:
         """Give back all that a block occupies."""
+        self.unwritten.remove(block)
         if block.memory is not None:
             self._order[block.memory.tier.name].remove(block.number)
             block.memory.tier.release(block.memory.extent)
@@ -456,9 +643,11 @@ class Tiers:
 
     def _may_leave_memory(self, number: int) -> bool:
         block = self.blocks[number]
-        if block.leases or block.waiting:
+        if block.leases or block.waiting or self._stays(block):
             return False
-        return block.cold_bytes > 0 or block.namespace.is_leaf(block)
+        if block.cold_bytes:
+            return True
+        return block.namespace.is_leaf(block) and not self.unwritten.is_undecided(block)
 
     def _leave_memory(self, block: Block) -> None:
         """Evict a block from memory. What of it is only there is lost, and a shorter one on flash serves again."""
@@ -476,7 +665,7 @@ class Tiers:
 
     def _may_leave_cold(self, number: int) -> bool:
         block = self.blocks[number]
-        return block.leases == 0 and block.namespace.is_leaf(block)
+        return block.leases == 0 and not self._stays(block) and block.namespace.is_leaf(block)
 
     def _leave_cold(self, block: Block) -> None:
         assert self.cold is not None
@@ -486,6 +675,8 @@ class Tiers:
         block.cold_bytes = 0
         if block.memory is None:
             self.drop(block)
+        else:
+            self._reappraise(block)
 
     def _only_ours(self, block: Block) -> bool:
         return block.leases == 1 and not block.doomed
@@ -507,7 +698,7 @@ class Tiers:
                 self._order[old.tier.name].remove(block.number)
                 old.tier.release(old.extent)
                 block.memory = room
-                self._order[room.tier.name].insert(block.number)
+                self._insert(block, room.tier.name)
                 self.leased[old.tier.name] -= 1
                 self.leased[room.tier.name] += 1
                 self.counts[f"moved_{old.tier.name}_{room.tier.name}"] += 1

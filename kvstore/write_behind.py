@@ -1,14 +1,18 @@
-"""The background thread: writes new blocks to flash, and moves what is used again to hot memory.
+"""The background thread: writes to flash what was admitted, and moves what is used again to hot memory.
 
 A block waiting for flash is findable and readable all the while; its bytes stay in warm memory, so the warm budget
 bounds the queue. A write that fails (full disk, no room) is counted with its reason; the block stays in memory until
-it is evicted.
+it is evicted, and the next `flush` or `close` tries again.
+
+When no request came for a while, blocks that wait to be decided on are: so what is likely to be used again is on flash
+before a battery runs out, and room in memory is there before it is needed.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -22,6 +26,7 @@ from .tiers import Tiers
 
 _GROUP = 16  # records written before a promotion gets its turn
 _AHEAD = 32 << 20  # bytes of warm memory kept ready, more than a prompt puts at a time
+_IDLE = 600.0  # seconds without a request
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +36,6 @@ class WriteBehind:
 
     def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers
-        self._writes: deque[Block] = deque()
         self._promotions: deque[Block] = deque()
         self._flushes: list[Future[None]] = []
         self._settling: list[Future[None]] = []
@@ -40,11 +44,15 @@ class WriteBehind:
         self._thread.start()
 
     def submit(self, block: Block) -> None:
-        """Queue a block for flash. Called under the lock."""
+        """Queue a block that its user wants on flash. Called under the lock."""
         if self._tiers.cold is not None:
-            block.waiting = True
-            self._writes.append(block)
+            self._tiers.unwritten.write([block], asked=True)
             self._tiers.changed.notify_all()
+
+    @property
+    def waiting(self) -> int:
+        """Blocks queued for flash."""
+        return len(self._tiers.unwritten.queue)
 
     def promote(self, block: Block) -> None:
         """Queue a warm block for hot memory. Called under the lock."""
@@ -62,26 +70,21 @@ class WriteBehind:
             self._tiers.changed.notify_all()
         return done
 
-    @property
-    def waiting(self) -> int:
-        """Blocks not yet on flash."""
-        return len(self._writes)
-
     def flush(self) -> Future[None]:
-        """Done once all that was submitted before is on the medium; holds OSError when syncing failed."""
+        """Done once all that memory held is on the medium, too; holds OSError when syncing failed."""
         done: Future[None] = Future()
         with self._tiers.lock:
             if self._closing:
                 raise StoreClosedError("this store was closed; open it again")
             self._flushes.append(done)
-            self._tiers.changed.notify_all()
+            self._write_all()
         return done
 
     def close(self) -> None:
-        """Finish the queue, then stop."""
+        """Write all that only memory holds, then stop."""
         with self._tiers.lock:
             self._closing = True
-            self._tiers.changed.notify_all()
+            self._write_all()
         self._thread.join()
 
     def _run(self) -> None:
@@ -89,19 +92,19 @@ class WriteBehind:
         while True:
             tiers.warm.touch_ahead(_AHEAD)
             with tiers.lock:
-                tiers.changed.wait_for(
-                    lambda: (
-                        self._writes or self._promotions or self._settling or self._flushes or self._closing
-                    )
-                )
+                queue = tiers.unwritten.queue
+                if not tiers.changed.wait_for(self._has_work, _IDLE):
+                    if time.time() - tiers.used_at >= _IDLE:
+                        tiers.decide_all()
+                    continue
                 flushes, self._flushes = self._flushes, []
                 promotions, settling = list[Block](), list[Future[None]]()
-                if not self._writes:
+                if not queue:
                     promotions, settling = list(self._promotions), self._settling
                     self._promotions.clear()
                     self._settling = []
-                stop = self._closing and not (self._writes or promotions or settling or flushes)
-                due = len(self._writes) if flushes or self._closing else _GROUP
+                stop = self._closing and not (queue or promotions or settling or flushes)
+                due = len(queue) if flushes or self._closing else _GROUP
             if stop:
                 self._save_vectors(all_of_them=True)
                 return
@@ -115,23 +118,31 @@ class WriteBehind:
             for flush in flushes:
                 self._sync(flush)
 
+    def _has_work(self) -> bool:
+        queue = self._tiers.unwritten.queue
+        work = queue or self._promotions or self._settling or self._flushes or self._closing
+        return bool(work) or self._tiers.warm.lacks_touched(_AHEAD // 2)
+
     def _write_group(self, limit: int) -> None:
         """Write up to `limit` of the blocks that wait."""
-        cold = self._tiers.cold
-        if cold is None or not self._writes:
+        cold, unwritten = self._tiers.cold, self._tiers.unwritten
+        if cold is None or not unwritten.queue:
             return
         for _ in range(limit):
             with self._tiers.lock:
-                if not self._writes:
+                if not unwritten.queue:
                     break
-                block = self._writes.popleft()
+                block, asked = unwritten.queue.popleft()
                 if block.doomed or block.memory is None:
                     block.waiting = False
                     continue
                 self._tiers.acquire([block], used=False)
-            self._survive(partial(self._write, cold, block), "write failed")
+            with self._tiers.timings.stage("write"):
+                self._survive(partial(self._write, cold, block, asked=asked), "write failed")
             with self._tiers.lock:
                 block.waiting = False
+                if not (block.cold_bytes or block.doomed):
+                    unwritten.refuse(block)
                 self._tiers.release([block])
         self._survive(cold.measure_overhead, "folders not measured")
         if cold.sync_is_due:
@@ -146,7 +157,12 @@ class WriteBehind:
         except Exception as error:
             self._refuse(reason, error)
 
-    def _write(self, cold: ColdTier, block: Block) -> None:
+    def _write_all(self) -> None:
+        if self._tiers.cold is not None:
+            self._tiers.unwritten.write_all()
+        self._tiers.changed.notify_all()
+
+    def _write(self, cold: ColdTier, block: Block, *, asked: bool) -> None:
         if not cold.may_write(block.nbytes):
             self._refuse(
                 "today's write budget is spent", f"{cold.writes.spent} bytes of {cold.writes.per_day}"
@@ -167,9 +183,11 @@ class WriteBehind:
             with_codec=namespace.codec,
         )
         with self._tiers.lock:
-            reserved = self._tiers.reserve_cold(sum(len(piece) for piece in pieces))
+            nbytes = sum(len(piece) for piece in pieces)
+            reserved = self._tiers.reserve_cold(nbytes, None if asked else block)
         if reserved is None:
-            self._refuse("cold tier full", f"no room for {block.key.hex()[:16]}")
+            reason = "cold tier full" if asked else "cold tier full of what is worth more"
+            self._refuse(reason, f"no room for {block.key.hex()[:16]}")
             return
         try:
             size = cold.write(block.key, pieces, reserved)

@@ -84,18 +84,27 @@ class WriteBudget:
 
     def _read(self) -> _Note | None:
         try:
-            content = self._file.read_bytes()
-            if xxhash.xxh3_64_digest(content[8:]) == content[:8]:
-                return msgspec.json.decode(content[8:], type=_Note)
+            return _read(self._file)
         except FileNotFoundError:
             return None
-        except (OSError, msgspec.DecodeError):
-            pass
-        log.warning("%s is damaged: today's writes to flash are counted from 0", self._file)
-        return None
+        except (OSError, ValueError):
+            log.warning("%s is damaged: today's writes to flash are counted from 0", self._file)
+            return None
 
     def _write(self, count: int) -> None:
         content = msgspec.json.encode(_Note(self._day, count))
         scratch = self._file.with_suffix(".tmp")
         scratch.write_bytes(xxhash.xxh3_64_digest(content) + content)
         scratch.rename(self._file)
+
+
+def check(file: Path) -> None:
+    """Raise ValueError where the count in `file` is damaged; OSError."""
+    _read(file)
+
+
+def _read(file: Path) -> _Note:
+    content = file.read_bytes()
+    if xxhash.xxh3_64_digest(content[8:]) != content[:8]:
+        raise ValueError("its checksum does not fit")
+    return msgspec.json.decode(content[8:], type=_Note)

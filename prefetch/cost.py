@@ -126,10 +126,17 @@ class DeviceCosts:
         Where the device has `power`, each side counts what its energy is worth besides its time.
         """
         compute, load = self.recompute_seconds(tokens, context), self.load_seconds(nbytes, tier, reads)
-        if self.power is not None:
-            compute *= 1 + self.power.compute_watts * self.power.seconds_per_joule
-            load *= 1 + self.power.load_watts * self.power.seconds_per_joule
-        return compute - load
+        return compute * self.compute_weight - load * self.load_weight
+
+    @property
+    def compute_weight(self) -> float:
+        """What a second of computing counts for, its energy included."""
+        return 1.0 if self.power is None else 1 + self.power.compute_watts * self.power.seconds_per_joule
+
+    @property
+    def load_weight(self) -> float:
+        """What a second of loading counts for, its energy included."""
+        return 1.0 if self.power is None else 1 + self.power.load_watts * self.power.seconds_per_joule
 
 
 def _device(

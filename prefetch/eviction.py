@@ -27,7 +27,9 @@ _REFUSED = 0.5
 """What is worth less than this share of what would go for it is refused. Not all of it, since what is admitted in error
 goes with the next victim, while a refusal costs all that would hang on the block, and it too is an estimate."""
 _GHOSTS = 65_536, 262_144
-_LOOK = 64  # uses and insertions after which all classes are looked at anew
+_LOOK = 64
+"""Uses and insertions after which all classes are looked at anew, or an eighth of the room: where that is a few pinned
+buffers, all of it has changed within 64."""
 
 
 class LeastWorth(Policy):
@@ -37,12 +39,12 @@ class LeastWorth(Policy):
     Of blocks that left, as many names as the tier has room for twice are remembered with how often they were used (at
     least 65,536, at most 262,144, some 10 to 40 MB), so that one that comes back does not begin anew.
 
-    `seconds` is the clock that ages go by.
+    `seconds` is the clock that ages go by, unix time by default: ages outlast a restart.
     """
 
     name = "least worth"
 
-    def __init__(self, room: int, seconds: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, room: int, seconds: Callable[[], float] = time.time) -> None:
         super().__init__(room)
         self._seconds = seconds
         self._chance = ReuseChance()
@@ -108,7 +110,7 @@ class LeastWorth(Policy):
                 del self._classes[number]
         heapify(found)
         self._order = found
-        self._look_at = self._now + _LOOK
+        self._look_at = self._now + min(_LOOK, self.room // 8)
 
     def _value(self, block: int, now: float) -> float:
         facts = self._facts[block]
@@ -121,8 +123,11 @@ class LeastWorth(Policy):
         return value_density(self._chance.index[number][0], incoming.saved, incoming.nbytes)
 
     def _inserted(self, block: int, facts: Facts) -> None:
-        name = block if facts.name is None else facts.name
-        self._use(block, facts, self._gone.pop(name, 0) + 1, self._seconds())
+        before = self._gone.pop(block if facts.name is None else facts.name, 0)
+        if facts.last_use is None:
+            self._use(block, facts, before + 1, self._seconds())
+        else:
+            self._use(block, facts, max(before, facts.uses), facts.last_use)
 
     def _touched(self, blocks: list[int]) -> None:
         now = self._seconds()
@@ -131,19 +136,20 @@ class LeastWorth(Policy):
             _, uses, before = self._used[block]
             if self._use(block, facts, uses + 1, now) != before:
                 self._classes[before].forget(block)
-                if self.is_leaf(block) and not facts.pinned:
+                if self.is_leaf(block):
                     self._leaf(block)
 
     def _use(self, block: int, facts: Facts, uses: int, now: float) -> int:
         """Note a use, and return the class of the block from now on."""
         self._now += 1
         number = self._chance.class_of(facts.kind, uses, facts.fresh, facts.whole)
-        self._chance.used(block if facts.name is None else facts.name, now, number)
+        told = facts.last_use == now
+        self._chance.used(block if facts.name is None else facts.name, now, number, told=told)
         self._used[block] = (now, uses, number)
         leaves = self._classes.get(number)
         if leaves is None:
             leaves = self._classes[number] = Leaves(self.is_leaf)
-        leaves.rank[block] = self._now
+        leaves.rank[block] = now, self._now
         return number
 
     def _leaf(self, block: int) -> None:
@@ -164,13 +170,6 @@ class LeastWorth(Policy):
 
 def _any(_: int) -> bool:
     return True
-
-
-class LeafFirstLru(Lru):
-    """`Lru` for a caller that says neither parents nor a room: may_leave has to spare blocks that carry others."""
-
-    def __init__(self) -> None:
-        super().__init__(1)
 
 
 POLICIES: Mapping[str, type[Policy]] = {

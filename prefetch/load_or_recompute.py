@@ -62,6 +62,11 @@ class Throughput:
             if self._active == 0:
                 self._learn(self._clock() - self._since)
 
+    def resting(self) -> float:
+        """Seconds since anything was under way; 0 while something is."""
+        with self._lock:
+            return 0.0 if self._active else self._clock() - self._since
+
     def bytes_per_second(self) -> float | None:
         """The estimate; None before anything was measured."""
         with self._lock:

@@ -1,8 +1,8 @@
 """The contract of an eviction policy: which block of a tier goes first when the tier is full.
 
 Blocks form trees: a block serves as a prefix only while its parent is there, so a policy never gives up a block
-before those that are held and hang on it (leaf first), nor one that is pinned. Whether a block may leave just now
-(leased, waiting for flash) is the caller's to say, at the moment of asking.
+before those that are held and hang on it (leaf first). Whether a block may leave just now (leased, pinned, waiting for
+flash) is the caller's to say, at the moment of asking.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ class Facts(NamedTuple):
     more to compute, but is of no use without those before it. `fresh`, how many blocks of its prompt came with it;
     `whole` False for a block that is not full, at the end of its prompt; `kind` of content, if known; `session` that
     brought it; `name`, what it is called when it comes again after it was dropped, by default its number.
+
+    A block that comes from another tier, or from before a restart, brings `last_use`, when it was used, by the clock of
+    the policy, and `uses`, how often in all. `last_use` None is a block that is used now, and was not held before.
     """
 
     parent: int | None = None
@@ -32,7 +35,8 @@ class Facts(NamedTuple):
     kind: str = ""
     session: Hashable = None
     name: Hashable = None
-    pinned: bool = False
+    last_use: float | None = None
+    uses: int = 1
 
 
 PLAIN = Facts()
@@ -60,11 +64,20 @@ class Policy(ABC):
             self.touch((block,))
             return
         self._facts[block] = facts
-        if facts.parent is not None:
-            self._children[facts.parent] = self._children.get(facts.parent, 0) + 1
+        self._hang(facts.parent)
         self._inserted(block, facts)
-        if block not in self._children and not facts.pinned:
+        if block not in self._children:
             self._leaf(block)
+
+    def update(self, block: int, parent: int | None, nbytes: int, saved: float) -> None:
+        """A block hangs on another parent now, or a hit on it saves more or less. It was not used by that."""
+        before = self._facts.get(block)
+        if before is None:
+            return
+        self._facts[block] = before._replace(parent=parent, nbytes=nbytes, saved=saved)
+        if parent != before.parent:
+            self._hang(parent)
+            self._unhang(before.parent)
 
     def touch(self, path: Sequence[int]) -> None:
         """A request used a path of blocks, given root first; blocks that are not in this tier are passed over."""
@@ -77,24 +90,14 @@ class Policy(ABC):
         if facts is None:
             return
         self._removed(block, facts)
-        parent = facts.parent
-        if parent is None:
-            return
-        left = self._children[parent] - 1
-        if left:
-            self._children[parent] = left
-            return
-        del self._children[parent]
-        above = self._facts.get(parent)
-        if above is not None and not above.pinned:
-            self._leaf(parent)
+        self._unhang(facts.parent)
 
     @abstractmethod
     def victim(self, may_leave: MayLeave, incoming: Facts | None = None) -> int | None:
         """The block to give up next, or None. Nothing is removed: the caller does that, and calls `remove`.
 
-        `may_leave` is asked about leaves that are not pinned. With `incoming`, the facts of the block that wants in,
-        None also means that it is worth less than all that may leave. To ask is to mean it: a policy may learn from it.
+        `may_leave` is asked about leaves. With `incoming`, the facts of the block that wants in, None also means that
+        it is worth less than all that may leave. To ask is to mean it: a policy may learn from it.
         """
 
     def passed(self, facts: Facts) -> None:  # noqa: B027
@@ -106,6 +109,21 @@ class Policy(ABC):
     def is_leaf(self, block: int) -> bool:
         """Whether nothing that is held here hangs on the block."""
         return block not in self._children
+
+    def _hang(self, parent: int | None) -> None:
+        if parent is not None:
+            self._children[parent] = self._children.get(parent, 0) + 1
+
+    def _unhang(self, parent: int | None) -> None:
+        if parent is None:
+            return
+        left = self._children[parent] - 1
+        if left:
+            self._children[parent] = left
+            return
+        del self._children[parent]
+        if parent in self._facts:
+            self._leaf(parent)
 
     def __len__(self) -> int:
         return len(self._facts)
@@ -123,7 +141,7 @@ class Policy(ABC):
 
     @abstractmethod
     def _leaf(self, block: int) -> None:
-        """`block`, held and not pinned, is a leaf from now on, until something is inserted below it."""
+        """`block`, held, is a leaf from now on, until something is inserted below it."""
 
     @abstractmethod
     def _removed(self, block: int, facts: Facts) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable
-from math import log2, sqrt
+from math import exp, log2, sqrt
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,14 +84,20 @@ class ReuseChance:
             return number * _KIND + min(_FRESH - 1, (fresh + 1).bit_length() - 1)
         return number * _KIND + _FRESH + min(_USED, uses - 1) - 1
 
-    def used(self, name: Hashable, now: float, block_class: int) -> None:
-        """A block was used, the first time or again, and is of this class from now on. `now` in seconds."""
+    def used(self, name: Hashable, now: float, block_class: int, *, told: bool = False) -> None:
+        """A block was used, the first time or again, and is of this class from now on. `now` in seconds.
+
+        `told` says that this use may have been told before: then one of the same time changes only the class.
+        """
         self._since += 1
         if self._share < _ALL and _place(name) >= self._share:
             return
         at = self._open.get(name)
         if at is not None:
             age = max(0.0, now - self._then[at])
+            if told and not age:
+                self._class[at] = block_class
+                return
             slot = age_slot(age)
             before = self._class[at]
             self._ends[before][slot] += 1.0
@@ -105,6 +111,11 @@ class ReuseChance:
         self._then[at], self._class[at] = now, block_class
         if len(self._open) > _OBSERVED:
             self._observe_less()
+
+    def within(self, block_class: int, age: float, seconds: float) -> float:
+        """The chance that a block of a class, not used for `age` seconds, is used in the `seconds` that follow."""
+        until = self._until[block_class]
+        return 1.0 - exp(_at(until, age) - _at(until, age + seconds))
 
     def learn(self, now: float) -> bool:
         """Bring the index up to date if enough has happened since; True if it was."""
@@ -126,11 +137,14 @@ class ReuseChance:
     def _grow(self, kinds: int) -> None:
         """Room for the classes of one more kind. `index` holds a list by age for each class."""
         first = _PRIOR / (_EDGES[:-1] + 1.0)
+        until = [0.0, *(first * _WIDTHS).cumsum().tolist()]
         self.index: list[list[float]] = getattr(self, "index", [])
+        self._until: list[list[float]] = getattr(self, "_until", [])  # hazards summed up to each age
         self._ends: list[list[float]] = getattr(self, "_ends", [])
         self._rests: list[list[float]] = getattr(self, "_rests", [])
         while len(self.index) < kinds * _KIND:
             self.index.append(first.tolist())
+            self._until.append(until)
             self._ends.append([0.0] * _AGES)
             self._rests.append([0.0] * _AGES)
 
@@ -148,8 +162,17 @@ class ReuseChance:
                 for weights in (np.ones_like(ages), ages - _EDGES[slots])
             )
         )
-        self.index = _index(_hazards(ends, exposed)).tolist()
+        hazards = _hazards(ends, exposed)
+        self.index = _index(hazards).tolist()
+        self._until = np.pad((hazards * _WIDTHS).cumsum(axis=1), ((0, 0), (1, 0))).tolist()
         self._ends, self._rests = (ends * _FORGET).tolist(), (rests * _FORGET).tolist()
+
+
+def _at(until: list[float], age: float) -> float:
+    """Hazards summed up to an age."""
+    slot = age_slot(age)
+    share = min(1.0, (age - _LOW[slot]) / (_LOW[slot + 1] - _LOW[slot]))
+    return until[slot] + share * (until[slot + 1] - until[slot])
 
 
 def _place(name: Hashable) -> int:

@@ -57,7 +57,7 @@ class Arc(Policy):
             if block in self._once:
                 self._once.forget(block)
             self._again.rank[block] = self._now
-            if self.is_leaf(block) and not self._facts[block].pinned:
+            if self.is_leaf(block):
                 self._again.leaf(block)
 
     def _leaf(self, block: int) -> None:

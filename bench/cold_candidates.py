@@ -1,8 +1,9 @@
 """Three ways to keep payloads on flash, behind one face: what `bench.cold` compares.
 
 One file a block is the product's own cold tier; the others are as small as they can be without being slow or unsafe.
-All write a record's frames with their xxh3, read each frame in one contiguous read and check it, and are durable as of
-`commit`. Which record goes when there is no room is for the caller to say.
+All write a record's frames with their xxh3 and check it when they read, whole records in reads as long as may be or
+each frame in one contiguous read, and are durable as of `commit`. Which record goes when there is no room is for the
+caller to say.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import contextlib
 import ctypes
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -57,8 +58,12 @@ class Candidate(Protocol):
         """Make all that was put durable."""
         ...
 
-    def read(self, key: bytes, timed: Callable[[], object] = lambda: None) -> int:
-        """Read and check all frames, calling `timed` after each; bytes read. Raises DamagedError."""
+    def read(self, key: bytes) -> int:
+        """Read and check a whole record; bytes read. Raises DamagedError."""
+        ...
+
+    def read_frames(self, key: bytes, timed: Callable[[], object]) -> int:
+        """The same frame by frame, calling `timed` after each."""
         ...
 
     def close(self) -> None: ...
@@ -132,16 +137,23 @@ class FilePerBlock:
         if self._tier.index_is_due:
             self._tier.write_index(self._rows.values())
 
-    def read(self, key: bytes, timed: Callable[[], object] = lambda: None) -> int:
+    def read(self, key: bytes) -> int:
+        with self._reader(key) as reader:
+            reader.check_frames()
+            return sum(frame.length for frame in reader.header.frames)
+
+    def read_frames(self, key: bytes, timed: Callable[[], object]) -> int:
+        with self._reader(key) as reader:
+            for number in range(len(reader.header.frames)):
+                reader.check_frame(number)
+                timed()
+            return sum(frame.length for frame in reader.header.frames)
+
+    @contextlib.contextmanager
+    def _reader(self, key: bytes) -> Iterator[record.RecordReader]:
         try:
-            reader = self._tier.reader(key)
-            try:
-                for number in range(len(reader.header.frames)):
-                    reader.check_frame(number)
-                    timed()
-                return sum(frame.length for frame in reader.header.frames)
-            finally:
-                reader.close()
+            with contextlib.closing(self._tier.reader(key)) as reader:
+                yield reader
         except record.BadRecordError as error:
             raise DamagedError(str(error)) from error
 
@@ -172,11 +184,13 @@ class LmdbValues:
             map_size=2 * budget // PAGE * PAGE,
             lock=False,
             metasync=True,
+            max_dbs=1,
         )
+        self._rows = self._environment.open_db(b"lengths")  # apart, since walking over values reads them
         self._held: dict[bytes, list[int]] = {}
-        with self._environment.begin() as transaction:
-            for name, value in transaction.cursor():
-                self._held.setdefault(bytes(name[:32]), []).append(len(value) - 8)
+        with self._environment.begin(db=self._rows) as transaction:
+            for key, lengths in transaction.cursor():
+                self._held[bytes(key)] = msgspec.msgpack.decode(lengths, type=list[int])
         self._live = sum(map(sum, self._held.values()))
         self._pending: lmdb.Transaction | None = None
 
@@ -192,11 +206,13 @@ class LmdbValues:
             checksum = xxhash.xxh3_64_digest(frame)
             transaction.put(key + bytes([number]), b"".join((checksum, frame)))
         self._held[key] = [len(frame) for frame in frames]
+        transaction.put(key, msgspec.msgpack.encode(self._held[key]), db=self._rows)
         self._live += sum(self._held[key])
 
     def delete(self, key: bytes) -> None:
         lengths = self._held.pop(key)
         self._live -= sum(lengths)
+        self._begun().delete(key, db=self._rows)
         for number in range(len(lengths)):
             self._begun().delete(key + bytes([number]))
 
@@ -205,7 +221,10 @@ class LmdbValues:
             self._pending.commit()
             self._pending = None
 
-    def read(self, key: bytes, timed: Callable[[], object] = lambda: None) -> int:
+    def read(self, key: bytes) -> int:
+        return self.read_frames(key, lambda: None)
+
+    def read_frames(self, key: bytes, timed: Callable[[], object]) -> int:
         with self._environment.begin(buffers=True) as transaction:
             for number in range(len(self._held[key])):
                 value = transaction.get(key + bytes([number]))
@@ -238,9 +257,9 @@ class _Place(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Segments:
-    """Append-only files of 64 MiB with an index in LMDB. A row is written after its payload is on the medium."""
+    """Append-only files as large as the largest record, and rows in LMDB, written once the payload is on the medium."""
 
-    _SEGMENT = 64 * _MIB
+    _SEGMENT = 16 * _MIB
     _share: float  # of the budget that may be live
 
     def __init__(self, folder: Path, budget: int) -> None:
@@ -315,14 +334,23 @@ class _Segments:
             self._path(number).unlink()
         self._dead.clear()
 
-    def read(self, key: bytes, timed: Callable[[], object] = lambda: None) -> int:
+    def read(self, key: bytes) -> int:
+        place = self._places[key]
+        chunks = self._readers[place.segment].chunks(place.offset, sum(place.lengths))
+        try:
+            record.check(chunks, list(zip(place.lengths, place.checksums, strict=True)))
+        except record.BadRecordError as error:
+            raise DamagedError(str(error)) from error
+        return sum(place.lengths)
+
+    def read_frames(self, key: bytes, timed: Callable[[], object]) -> int:
         place = self._places[key]
         at = place.offset
         for length, checksum in zip(place.lengths, place.checksums, strict=True):
-            frame = np.empty(length, np.uint8)
-            self._readers[place.segment].read([frame], at)
-            if xxhash.xxh3_64_intdigest(frame) != checksum:
-                raise DamagedError(f"{key.hex()} at {at} of segment {place.segment}")
+            try:
+                record.check(self._readers[place.segment].chunks(at, length), [(length, checksum)])
+            except record.BadRecordError as error:
+                raise DamagedError(str(error)) from error
             at += length
             timed()
         return sum(place.lengths)

@@ -91,7 +91,7 @@ def main() -> int:
         if "simulated" in parts:
             _simulated(report, Path(folder), args, progress)
         if "aborts" in parts:
-            _aborts(report, Path(folder) / "aborts", 500 if args.quick else 10_000)
+            _aborts(report, Path(folder) / "aborts", 500 if args.quick else 10_000, progress)
     return report.finish(args)
 
 
@@ -357,9 +357,10 @@ def _over_bound(runs: Sequence[Run]) -> float:
 # -- aborts ----------------------------------------------------------------------------------------------------------
 
 
-def _aborts(report: Report, folder: Path, count: int) -> None:
+def _aborts(report: Report, folder: Path, count: int, progress: Progress) -> None:
     logging.getLogger("kvstore").setLevel(logging.ERROR)  # each abandoned lease is worth a warning
-    result = abort_runs(folder, count, seed=2026)
+    task = progress.add_task("aborts", total=count)
+    result = abort_runs(folder, count, seed=2026, seen=lambda done: progress.update(task, completed=done))
     rows = report.table("requests aborted at random points", ("where", "aborts"))
     rows += result.where.most_common()
     for leak in result.leaks[:5]:

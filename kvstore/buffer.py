@@ -44,23 +44,24 @@ def check_buffer(
     if slots is not None and int(slots[:tokens].min(initial=0)) < 0:
         raise LayoutMismatchError("slots must not be negative")
     dtype = layout.numpy_dtype
-    for index, (layer, key, value) in enumerate(zip(layout.layers, buffer.keys, buffer.values, strict=True)):
-        if not layer.holds_kv:
-            continue
-        for name, array, shape in (
-            ("keys", key, layout.key_shape(index, tokens)),
-            ("values", value, layout.value_shape(index, tokens)),
-        ):
-            heads, _, head_dim = shape
+    for name, arrays, sizes in (
+        ("keys", buffer.keys, layout.key_sizes),
+        ("values", buffer.values, layout.value_sizes),
+    ):
+        for index, (array, size) in enumerate(zip(arrays, sizes, strict=True)):
+            if size is None:
+                continue
             if not isinstance(array, np.ndarray):
-                raise LayoutMismatchError(f"{name} of layer {index} is {array!r}, the layout has {layer}")
+                raise LayoutMismatchError(
+                    f"{name} of layer {index} is {array!r}, the layout has {layout.layers[index]}"
+                )
             if array.dtype != dtype:
                 raise LayoutMismatchError(
                     f"{name} of layer {index} is {array.dtype}, the layout has {layout.dtype} (held as {dtype})"
                 )
-            if array.ndim != 3 or (array.shape[0], array.shape[2]) != (heads, head_dim):
+            if array.ndim != 3 or array.shape[::2] != size:
                 raise LayoutMismatchError(
-                    f"{name} of layer {index} has shape {array.shape}, needs ({heads}, tokens, {head_dim})"
+                    f"{name} of layer {index} has shape {array.shape}, needs ({size[0]}, tokens, {size[1]})"
                 )
             if written and not array.flags.writeable:
                 raise LayoutMismatchError(f"{name} of layer {index} is read-only")

@@ -151,6 +151,16 @@ class ColdTier:
             target = self._set_in_quarantine(source, reason)
             self._quarantine[target] = _allocated(target)
 
+    def quarantined(self) -> list[tuple[str, int]]:
+        """Names of what was set aside, and the bytes it occupies."""
+        return [(path.name, nbytes) for path, nbytes in self._quarantine.items()]
+
+    def empty_quarantine(self) -> None:
+        """Delete what was set aside."""
+        for path in list(self._quarantine):
+            path.unlink(missing_ok=True)
+            del self._quarantine[path]
+
     def reader(self, key: bytes) -> RecordReader:
         """Open a record. Raises BadRecordError."""
         return RecordReader(self._directory.block_file(key))
@@ -179,7 +189,11 @@ class ColdTier:
         folders = (self._directory.path, *self._directory.folders)
         notes = self._directory.identity_notes()
         self._overhead = (
-            sum(_allocated(path) for path in (*folders, *notes, self._directory.writes)) + _GROWTH
+            sum(
+                _allocated(path)
+                for path in (*folders, *notes, self._directory.writes, self._directory.pins)
+            )
+            + _GROWTH
         )
 
     @property

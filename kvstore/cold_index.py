@@ -52,7 +52,7 @@ class ColdIndex:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         directory.mkdir(exist_ok=True)
-        self.opened, self.rows = self._read()
+        self.opened, self.rows = read(directory)
 
     def write(self, rows: Iterable[Row]) -> int:
         """Replace the index; the bytes it takes. Raises OSError (disk full); the old one stays then."""
@@ -72,15 +72,35 @@ class ColdIndex:
                 path.unlink(missing_ok=True)
         return target.stat().st_size
 
-    def _read(self) -> tuple[Opened, dict[bytes, Row]]:
-        """Rows of the newest whole index; older ones are there only after a kill between two steps of `write`."""
-        files = [path for path in self._directory.iterdir() if path.name != _SCRATCH]
-        for path in sorted(files, key=lambda path: path.stat().st_mtime_ns, reverse=True):
-            with contextlib.suppress(OSError):  # unreadable is damaged
-                if path.name == _digest(path) + _SUFFIX:
-                    rows = (msgspec.msgpack.decode(value, type=Row) for value in _values(path))
-                    return "sealed", {row.key: row for row in rows}
-        return ("rebuilt" if files else "new"), {}
+
+def read(directory: Path) -> tuple[Opened, dict[bytes, Row]]:
+    """Rows of the newest whole index; older ones are there only after a kill between two steps of `write`."""
+    files = index_files(directory)
+    for path in files:
+        with contextlib.suppress(OSError):  # unreadable is damaged
+            if is_sealed(path):
+                return "sealed", {row.key: row for _, row in pairs(path)}
+    return ("rebuilt" if files else "new"), {}
+
+
+def index_files(directory: Path) -> list[Path]:
+    """Files that claim to be an index, the newest first. Raises OSError."""
+    files = [path for path in directory.iterdir() if path.name != _SCRATCH]
+    return sorted(files, key=lambda path: path.stat().st_mtime_ns, reverse=True)
+
+
+def is_sealed(path: Path) -> bool:
+    """Whether a file is what its name says, so that it may be mapped. Raises OSError."""
+    return path.name == _digest(path) + _SUFFIX
+
+
+def pairs(path: Path) -> list[tuple[bytes, Row]]:
+    """Keys and rows of a file that `is_sealed`."""
+    with (
+        lmdb.open(str(path), subdir=False, lock=False, max_dbs=0, readonly=True) as environment,
+        environment.begin() as transaction,
+    ):
+        return [(bytes(key), msgspec.msgpack.decode(row, type=Row)) for key, row in transaction.cursor()]
 
 
 def _write(path: Path, pairs: list[tuple[bytes, bytes]]) -> None:
@@ -92,14 +112,6 @@ def _write(path: Path, pairs: list[tuple[bytes, bytes]]) -> None:
     ):
         for key, value in pairs:
             transaction.put(key, value, append=True)
-
-
-def _values(path: Path) -> list[bytes]:
-    with (
-        lmdb.open(str(path), subdir=False, lock=False, max_dbs=0, readonly=True) as environment,
-        environment.begin() as transaction,
-    ):
-        return [bytes(value) for _, value in transaction.cursor()]
 
 
 def _digest(path: Path) -> str:

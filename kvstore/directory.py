@@ -6,6 +6,7 @@ index/        LMDB index, named after the digest of its content
 blocks/       one record a block, named after its key; *.tmp goes on opening
 quarantine/   records that failed a check, kept for inspection within the budget
 writes        how much was written today, with its checksum; only under a write budget
+pins          prefixes that are not to be evicted, with a checksum; only where there are any
 identities/   what each identity digest stands for, what was measured of moved reuse for it, and what its blocks
               speak of, as vectors
 """
@@ -30,6 +31,9 @@ SCRATCH = ".tmp"
 _FIRST = ("LOCK", f"FORMAT{SCRATCH}")  # what a stop in the middle of the very first opening leaves
 
 
+PARTS = ("FORMAT", "LOCK", "index", "blocks", "quarantine", "identities", "writes", "pins")
+"""All that may lie in a data directory, besides what ends in SCRATCH."""
+
 _VERDICT = ".verdict"
 
 
@@ -50,10 +54,10 @@ class DataDirectory:
         try:
             fresh = self._check_format(block_tokens)
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._take_lock()
+            self._lock = take_lock(path)
             try:
                 if fresh:
-                    self._write_format(block_tokens)
+                    write_format(path, block_tokens)
                 for name in ("blocks", "quarantine", "identities"):
                     (path / name).mkdir(exist_ok=True, mode=0o700)
             except BaseException:
@@ -81,6 +85,10 @@ class DataDirectory:
     @property
     def writes(self) -> Path:
         return self.path / "writes"
+
+    @property
+    def pins(self) -> Path:
+        return self.path / "pins"
 
     def block_file(self, key: bytes) -> Path:
         """Half of the key names the file; the record holds the whole key and is checked against it."""
@@ -176,28 +184,32 @@ class DataDirectory:
             )
         return False
 
-    def _take_lock(self) -> None:
-        lock = os.open(self.path / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = os.pread(lock, 32, 0).decode(errors="replace").strip()
-            os.close(lock)
-            raise DirectoryInUseError(
-                f"{self.path} is in use by process {owner or 'unknown'}; stop it, or connect to it instead"
-            ) from None
-        except BaseException:
-            os.close(lock)
-            raise
-        self._lock = lock
-        with contextlib.suppress(OSError):  # a courtesy to others, for which a full disk may have no room
-            os.ftruncate(lock, 0)
-            os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
 
-    def _write_format(self, block_tokens: int) -> None:
-        scratch = self.path / f"FORMAT{SCRATCH}"
-        with scratch.open("wb") as file:
-            file.write(msgspec.json.encode(_Format(FORMAT, block_tokens)) + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        scratch.rename(self.path / "FORMAT")
+def write_format(path: Path, block_tokens: int) -> None:
+    """Say what a directory holds. Raises OSError."""
+    scratch = path / f"FORMAT{SCRATCH}"
+    with scratch.open("wb") as file:
+        file.write(msgspec.json.encode(_Format(FORMAT, block_tokens)) + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+    scratch.rename(path / "FORMAT")
+
+
+def take_lock(path: Path) -> int:
+    """Own a directory until the descriptor that this returns is closed. Raises DirectoryInUseError, OSError."""
+    lock = os.open(path / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = os.pread(lock, 32, 0).decode(errors="replace").strip()
+        os.close(lock)
+        raise DirectoryInUseError(
+            f"{path} is in use by process {owner or 'unknown'}; stop it, or connect to it instead"
+        ) from None
+    except BaseException:
+        os.close(lock)
+        raise
+    with contextlib.suppress(OSError):  # a courtesy to others, for which a full disk may have no room
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+    return lock

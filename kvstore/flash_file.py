@@ -13,7 +13,7 @@ import fcntl
 import mmap
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,9 @@ from numpy.typing import NDArray
 PAGE = 4096
 """What offsets and lengths of direct transfers are multiples of; no medium in use has larger blocks."""
 
-_LONGEST = 4 << 20  # bytes of one transfer, which bounds the buffer that a thread keeps
+_LONGEST = 4 << 20  # bytes of one transfer, as long as the buffer that a thread keeps
+
+_HUGE = 2 << 20  # bytes of a huge page, or a multiple
 
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 _buffers = threading.local()
@@ -63,14 +65,37 @@ class FlashReader:
 
     def read(self, pieces: Sequence[NDArray[np.uint8]], offset: int) -> int:
         """Fill `pieces` (uint8, contiguous) from `offset` on; how many bytes there were. One read, if below 4 MiB."""
-        if self._direct:
+        if not self._direct:
+            return os.preadv(self._fd, [piece.data for piece in pieces], offset)
+        pending = [piece for piece in pieces if len(piece)]
+        count = 0
+        for have in self.chunks(offset, sum(len(piece) for piece in pieces)):
+            count += len(have)
+            while len(have):
+                part = min(len(pending[0]), len(have))
+                pending[0][:part] = have[:part]
+                have, rest = have[part:], pending[0][part:]
+                pending[:1] = [rest] if len(rest) else []
+        return count
+
+    def chunks(self, offset: int, length: int) -> Iterator[NDArray[np.uint8]]:
+        """At most `length` bytes from `offset` on, where they were read to: good until this thread reads again."""
+        at, end = offset, offset + length
+        while at < end:
+            start = at // PAGE * PAGE if self._direct else at
+            buffer = _buffer()[: round_up(end - start)]
             try:
-                return self._read_direct(pieces, offset)
+                got = os.preadv(self._fd, [buffer.data], start)
             except OSError as error:
-                if error.errno != errno.EINVAL:
+                if error.errno != errno.EINVAL or not self._direct:
                     raise
                 self._direct = _through_cache(self._fd)
-        return os.preadv(self._fd, [piece.data for piece in pieces], offset)
+                continue
+            chunk = buffer[at - start : min(got, end - start)]
+            if not len(chunk):  # the end of the file
+                return
+            yield chunk
+            at += len(chunk)
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -78,26 +103,6 @@ class FlashReader:
                 _forget(self._fd)
             os.close(self._fd)
             self._fd = -1
-
-    def _read_direct(self, pieces: Sequence[NDArray[np.uint8]], offset: int) -> int:
-        end = offset + sum(len(piece) for piece in pieces)
-        start = offset // PAGE * PAGE
-        buffer = _buffer(end - start)
-        pending = [piece for piece in pieces if len(piece)]
-        count, skip = 0, offset - start
-        for at in range(start, end, len(buffer)):
-            got = os.preadv(self._fd, [buffer[: round_up(end - at)].data], at)
-            have = buffer[skip : min(got, end - at)]
-            skip = 0
-            while len(have):
-                part = min(len(pending[0]), len(have))
-                pending[0][:part] = have[:part]
-                have, rest = have[part:], pending[0][part:]
-                pending[:1] = [rest] if len(rest) else []
-                count += part
-            if got < len(buffer):  # the end of the file, or of what is wanted
-                break
-        return count
 
 
 def open_file(path: str | os.PathLike[str], flags: int) -> tuple[int, bool]:
@@ -122,7 +127,7 @@ def _through_cache(fd: int) -> bool:
 
 def append(fd: int, pieces: Sequence[bytes | memoryview]) -> None:
     """Write `pieces` at the position of a file that `open_file` gave, in all a multiple of PAGE. Raises OSError."""
-    buffer = _buffer(_LONGEST)
+    buffer = _buffer()
     filled = 0
     for piece in pieces:
         rest = np.frombuffer(piece, np.uint8)
@@ -153,14 +158,27 @@ def _forget(fd: int) -> None:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _buffer(nbytes: int) -> NDArray[np.uint8]:
-    """This thread's page-aligned buffer, of at least `nbytes` but not above _LONGEST."""
-    wanted = min(_LONGEST, round_up(nbytes))
+def _buffer() -> NDArray[np.uint8]:
+    """This thread's buffer, _LONGEST bytes long. What of it was never used takes no memory."""
     held: NDArray[np.uint8] | None = getattr(_buffers, "held", None)
-    if held is None or len(held) < wanted:
-        size = 1 << (wanted - 1).bit_length()
-        held = _buffers.held = np.frombuffer(mmap.mmap(-1, size), np.uint8)
+    if held is None:
+        held = _buffers.held = aligned(_LONGEST)
     return held
+
+
+def aligned(nbytes: int) -> NDArray[np.uint8]:
+    """Zeros for direct transfers: in huge pages where there are any.
+
+    A device is told where each page of memory lies, so with small ones a transfer goes in more pieces: reads of 2 MiB
+    were measured to take 2.8 times as long.
+    """
+    memory = mmap.mmap(-1, nbytes + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = np.frombuffer(memory, np.uint8)
+    start = -whole.ctypes.data % _HUGE
+    return whole[start : start + nbytes]
 
 
 def round_up(nbytes: int) -> int:

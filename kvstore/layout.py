@@ -184,6 +184,16 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
             )
         )
 
+    @cached_property
+    def key_sizes(self) -> tuple[tuple[int, int] | None, ...]:
+        """(kv_heads, head_dim) of each layer; None where it holds no KV."""
+        return tuple((layer.kv_heads, layer.head_dim) if layer.holds_kv else None for layer in self.layers)
+
+    @cached_property
+    def value_sizes(self) -> tuple[tuple[int, int] | None, ...]:
+        """(kv_heads, value_dim) of each layer; None where it holds no KV."""
+        return tuple((layer.kv_heads, layer.value_dim) if layer.holds_kv else None for layer in self.layers)
+
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's KV, all layers."""

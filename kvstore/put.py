@@ -9,13 +9,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.pipeline import kernels
+
 from .block import Block, block_key
 from .buffer import KvBuffer
 from .errors import StoreClosedError
 from .namespace import ROOT_KEY, Namespace
 from .record import BadRecordError
 from .tiers import Tiers
-from .write_behind import WriteBehind
 
 _CONTEXT = 256  # tokens before a span that tell its capture from others of the same tokens
 
@@ -28,6 +29,16 @@ class PutResult(NamedTuple):
     refused: int
     reason: str | None = None
 
+    @classmethod
+    def total(cls, results: Sequence[PutResult]) -> PutResult:
+        """Of several, with the first reason."""
+        return cls(
+            sum(each.stored for each in results),
+            sum(each.held for each in results),
+            sum(each.refused for each in results),
+            next((each.reason for each in results if each.reason), None),
+        )
+
 
 class Incoming:
     """One caller's KV, checked before: row i of `kv` is token `start` + i, or row slots[i] is.
@@ -38,7 +49,6 @@ class Incoming:
     def __init__(
         self,
         tiers: Tiers,
-        worker: WriteBehind,
         namespace: Namespace,
         kv: KvBuffer,
         start: int,
@@ -46,12 +56,17 @@ class Incoming:
         wait: float,
     ) -> None:
         self._tiers = tiers
-        self._worker = worker
         self._namespace = namespace
-        self._kv = kv
+        self._sources = [
+            array
+            for layer, *pair in zip(namespace.layout.layers, kv.keys, kv.values, strict=True)
+            for array in pair
+            if layer.holds_kv and array is not None  # else a mistake that was found with the buffer
+        ]
         self._start = start
-        self._slots = slots
+        self._slots = None if slots is None else np.ascontiguousarray(slots, np.int64)
         self._deadline = time.monotonic() + wait
+        self._fresh = 1  # blocks that this put is going to add
 
     def prefix(self, ids: NDArray[np.int32], path: Sequence[Block], held: int, seed: bytes) -> PutResult:
         """Add the blocks of `ids` behind the full blocks of `path`, which holds `held` tokens and is leased.
@@ -64,6 +79,7 @@ class Incoming:
                 return PutResult(0, held, 0)
             size = self._namespace.trie.block_tokens
             first = held // size
+            self._fresh = -(-len(ids) // size) - first
             parent = path[first - 1] if first else None
             sibling = (
                 path[first] if first < len(path) else None
@@ -87,6 +103,7 @@ class Incoming:
         """Add ids[begin:end] as blocks that are not exact, one behind the other."""
         leased: list[Block] = []
         size = self._namespace.trie.block_tokens
+        self._fresh = -(-(end - begin) // size)
         parent_key = block_key(
             begin.to_bytes(8, "little"), ROOT_KEY, ids[max(0, begin - _CONTEXT) : begin], exact=False
         )
@@ -132,7 +149,7 @@ class Incoming:
             if standing is not block:
                 return standing, "held already"
             self._tiers.counts["tokens_stored"] += len(piece)
-            self._worker.submit(block)
+            self._tiers.new_in_memory(block)
         return block, ""
 
     def _fill(
@@ -169,6 +186,7 @@ class Incoming:
             exact=exact,
             memory=room,
             last_use=time.time(),
+            fresh=self._fresh,
         )
         try:
             kept = max(0, self._start - begin)  # tokens that the caller did not give: the sibling holds them
@@ -186,12 +204,15 @@ class Incoming:
 
     def _copy_given(self, raw: NDArray[np.uint8], begin: int, length: int, kept: int) -> None:
         """Copy the caller's rows for tokens begin + kept .. begin + length into a block."""
-        rows = slice(begin + kept - self._start, begin + length - self._start)
-        layout = self._namespace.layout
-        for layer, key, value in layout.layer_views(raw, range(len(layout.layers)), length):
-            for target, source in ((key, self._kv.keys[layer]), (value, self._kv.values[layer])):
-                assert source is not None, "checked with the buffer"
-                target[:, kept:] = source[:, rows] if self._slots is None else source[:, self._slots[rows]]
+        first = begin + kept - self._start
+        kernels.collect(
+            self._sources,
+            raw,
+            tokens=length,
+            kept=kept,
+            first=first if self._slots is None else 0,
+            slots=None if self._slots is None else self._slots[first : first + length - kept],
+        )
 
     def _copy_held(self, raw: NDArray[np.uint8], length: int, kept: int, source: Block) -> str | None:
         """Copy the first `kept` tokens of a block from the sibling that holds them. Returns why it cannot."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import errno
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -199,17 +199,19 @@ class RecordReader:
             at = end
 
     def check_frames(self) -> None:
-        """Check every frame's checksum without decoding."""
-        for number in range(len(self.header.frames)):
-            self.check_frame(number)
+        """Check every frame's checksum without decoding, in reads as long as they may be."""
+        frames = self.header.frames
+        chunks = self._chunks(0, sum(frame.length for frame in frames))
+        check(chunks, [(frame.length, frame.checksum) for frame in frames])
 
     def check_frame(self, number: int) -> None:
         """Read layer group `number` and check it without decoding."""
         frame = self.header.frames[number]
-        stored = np.empty(frame.length, dtype=np.uint8)
-        self._fill([stored], self._frames_start + frame.offset, frame.length)
-        if xxhash.xxh3_64_intdigest(stored.data) != frame.checksum:
-            raise BadRecordError("frame checksum", f"group {number}")
+        check(self._chunks(frame.offset, frame.length), [(frame.length, frame.checksum)], first=number)
+
+    def padding(self) -> bytes:
+        """What lies between header and frames: zeros, as written."""
+        return self._read(self._header_end, self._frames_start - self._header_end)
 
     def close(self) -> None:
         self._file.close()
@@ -241,7 +243,15 @@ class RecordReader:
             raise BadRecordError(
                 "truncated" if size < expected else "size", f"{size} bytes instead of {expected}"
             )
+        self._header_end = end
         return header, size - frames
+
+    def _chunks(self, offset: int, length: int) -> Iterator[NDArray[np.uint8]]:
+        """What there is of `length` bytes of frames from `offset` on, each part good until this thread reads again."""
+        try:
+            yield from self._file.chunks(self._frames_start + offset, length)
+        except OSError as error:
+            raise BadRecordError("unreadable", str(error)) from error
 
     def _read_pieces(self, frame: Frame, pieces: Sequence[NDArray[np.uint8]]) -> None:
         """One contiguous read, scattered over the pieces of a frame."""
@@ -259,6 +269,23 @@ class RecordReader:
             raise BadRecordError("unreadable", str(error)) from error
         if count != length:
             raise BadRecordError("truncated", f"{count} of {length} bytes at {offset}")
+
+
+def check(chunks: Iterator[NDArray[np.uint8]], frames: Sequence[tuple[int, int]], first: int = 0) -> None:
+    """Raise BadRecordError unless `chunks` are, cut anywhere, frames of these lengths and checksums."""
+    chunk = np.empty(0, np.uint8)
+    for number, (left, expected) in enumerate(frames, first):
+        checksum = xxhash.xxh3_64()
+        while left:
+            if not len(chunk):
+                chunk = next(chunks, chunk)
+                if not len(chunk):
+                    raise BadRecordError("truncated", f"group {number} lacks {left} bytes")
+            part, chunk = chunk[:left], chunk[left:]
+            checksum.update(part.data)
+            left -= len(part)
+        if checksum.intdigest() != expected:
+            raise BadRecordError("frame checksum", f"group {number}")
 
 
 def _preamble(header: bytes) -> bytes:

@@ -15,12 +15,14 @@
 #elif defined(__aarch64__)
 #include "_neon.h"
 #endif
+#include "_collect.h"
 #include "_place.h"
 #include "_quantise.h"
 
 /* Getting the GIL back can take a switch interval (5 ms) while other threads run Python, so calls that are over in
    microseconds keep it. */
 #define WORTH_RELEASING (64 * 1024) /* bytes written */
+#define LONG_COPY (4 << 20)         /* bytes that are copied in about a millisecond, which is below that interval */
 
 static const struct level *available[4]; /* best first, then NULL */
 static const struct level *current;
@@ -208,6 +210,60 @@ static PyObject *py_place(PyObject *self, PyObject *args) {
     return finish(views, VIEWS, done);
 }
 
+/* collect(sources, out, tokens, kept, first, slots or None): tokens kept.. of a block of `tokens` tokens, whose arrays lie
+   one after the other in `out`, from the rows of `sources` at `first`.., or at `slots` */
+static PyObject *py_collect(PyObject *self, PyObject *args) {
+    (void)self;
+    PyObject *objects, *out_object, *slots_object;
+    ptrdiff_t tokens, kept, first;
+    if (!PyArg_ParseTuple(args, "OOnnnO", &objects, &out_object, &tokens, &kept, &first, &slots_object)) return NULL;
+    if (kept < 0 || kept > tokens || first < 0 || first > PTRDIFF_MAX - tokens)
+        return PyErr_Format(PyExc_ValueError, "no such tokens");
+    PyObject *sources = PySequence_Fast(objects, "sources must be a sequence");
+    if (!sources) return NULL;
+    const ptrdiff_t count = PySequence_Fast_GET_SIZE(sources), given = tokens - kept;
+    Py_buffer *views = PyMem_Calloc((size_t)count + 2, sizeof *views);
+    struct collecting *each = PyMem_Calloc((size_t)count + 1, sizeof *each);
+    int64_t *slots = NULL;
+    bool fits = views && each;
+    if (!fits) PyErr_NoMemory();
+    Py_buffer *out = views, *places = views + 1;
+    fits = fits && !PyObject_GetBuffer(out_object, out, PyBUF_WRITABLE) &&
+           open_view(slots_object, places, "slots", 1, 8, CONTIGUOUS);
+    if (fits && places->obj) fits = (slots = copy_slots(places, given, PTRDIFF_MAX)) != NULL;
+    ptrdiff_t offset = 0, end = slots ? 0 : first + given; /* of the rows that are read */
+    for (ptrdiff_t t = 0; slots && t < given; t++) end = slots[t] >= end ? slots[t] + 1 : end;
+    for (ptrdiff_t i = 0; fits && i < count; i++) {
+        Py_buffer *view = &views[i + 2];
+        struct collecting *g = &each[i];
+        fits = !PyObject_GetBuffer(PySequence_Fast_GET_ITEM(sources, i), view, PyBUF_STRIDES);
+        if (!fits) break;
+        if ((fits = view->ndim == 3)) {
+            g->heads = view->shape[0], g->tokens = given, g->channels = view->shape[2], g->itemsize = view->itemsize;
+            g->src_head = view->strides[0], g->src_token = view->strides[1];
+            g->src_channel = g->channels > 1 ? view->strides[2] : g->itemsize;
+            g->src = (char *)view->buf + (slots ? 0 : first * g->src_token);
+            g->slots = slots;
+            const ptrdiff_t row = g->channels * g->itemsize, room = out->len - offset;
+            fits = view->shape[1] >= end && (!row || !tokens || g->heads <= room / row / tokens);
+            if (!fits) break;
+            g->dst = (char *)out->buf + offset + kept * row, g->dst_head = tokens * row;
+            offset += g->heads * g->dst_head;
+        }
+    }
+    if (fits) {
+        PyThreadState *state = offset >= LONG_COPY ? PyEval_SaveThread() : NULL;
+        for (ptrdiff_t i = 0; i < count; i++) collect(&each[i]);
+        if (state) PyEval_RestoreThread(state);
+    } else if (!PyErr_Occurred())
+        PyErr_SetString(PyExc_ValueError, "sources, out, tokens and slots do not fit");
+    for (ptrdiff_t i = 0; views && i < count + 2; i++) PyBuffer_Release(&views[i]);
+    Py_DECREF(sources);
+    PyMem_Free(views), PyMem_Free(each), PyMem_Free(slots);
+    if (!fits) return NULL;
+    Py_RETURN_NONE;
+}
+
 /* Both quantising passes: the source, then two outputs or inputs of the scales' shape, then codes or None. */
 static PyObject *run_quantise(PyObject *args, bool codes_wanted) {
     enum { SRC, FIRST, SECOND, CODES, VIEWS };
@@ -308,7 +364,8 @@ static PyMethodDef methods[] = {
     {"levels", py_levels, METH_NOARGS, NULL},   {"use", py_use, METH_O, NULL},
     {"place", py_place, METH_VARARGS, NULL},    {"extremes", py_extremes, METH_VARARGS, NULL},
     {"encode", py_encode, METH_VARARGS, NULL},  {"split", py_split, METH_VARARGS, NULL},
-    {"join", py_join, METH_VARARGS, NULL},      {NULL, NULL, 0, NULL},
+    {"join", py_join, METH_VARARGS, NULL},      {"collect", py_collect, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
 };
 
 static struct PyModuleDef module = {

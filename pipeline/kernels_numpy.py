@@ -5,6 +5,7 @@ Arguments come checked from `kernels`. Every operation rounds to fp32 once, in t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -136,3 +137,31 @@ def split(items: NDArray[np.uint8], planes: NDArray[np.uint8]) -> None:
 
 def join(planes: NDArray[np.uint8], items: NDArray[np.uint8]) -> None:
     items.reshape(-1, len(planes))[...] = planes.T
+
+
+def collect(
+    sources: Sequence[NDArray[Any]],
+    out: NDArray[np.uint8],
+    tokens: int,
+    kept: int,
+    first: int,
+    slots: NDArray[np.int64] | None,
+) -> None:
+    given = tokens - kept
+    end = first + given if slots is None else int(slots.max(initial=-1)) + 1
+    if given < 0 or kept < 0 or first < 0 or (slots is not None and len(slots) != given):
+        raise ValueError("no such tokens")
+    if slots is not None and slots.min(initial=0) < 0:
+        raise IndexError("slots must not be negative")
+    if any(source.ndim != 3 for source in sources):
+        raise ValueError("sources are [heads, rows, channels]")
+    whole = sum(len(source) * tokens * source.shape[2] * source.itemsize for source in sources)
+    if whole > len(out) or any(source.shape[1] < end for source in sources):
+        raise ValueError("sources, out, tokens and slots do not fit")
+    at = 0
+    for source in sources:
+        heads, _, channels = source.shape
+        nbytes = heads * tokens * channels * source.itemsize
+        target = out[at : at + nbytes].view(source.dtype).reshape(heads, tokens, channels)
+        target[:, kept:] = source[:, first:end] if slots is None else source[:, slots]
+        at += nbytes

@@ -12,6 +12,7 @@ import random
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -102,8 +103,10 @@ class _Binding:
         self._binding.run()
 
 
-def abort_runs(folder: Path, aborts: int, seed: int) -> Aborts:
-    """Serve random requests of a tiny model until `aborts` of them were aborted."""
+def abort_runs(
+    folder: Path, aborts: int, seed: int, seen: Callable[[int], object] = lambda _: None
+) -> Aborts:
+    """Serve random requests of a tiny model until `aborts` of them were aborted; tells `seen` how many were."""
     folder.mkdir(parents=True, exist_ok=True)
     write_tiny_gguf(folder / "tiny.gguf", layers=6)
     runtime = AbortingRuntime()
@@ -130,6 +133,7 @@ def abort_runs(folder: Path, aborts: int, seed: int) -> Aborts:
             for _ in range(_EVERY):
                 requests.serve(result)
             result.leaks += Footprint.now(store).more_than(before)
+            seen(result.where.total())
     return result
 
 

@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")  # a fork of a process without threads: quick, and clean
-_CONTEXT.set_forkserver_preload(["kvstore.store", "tests.known_kv"])
+_CONTEXT.set_forkserver_preload(["kvstore.store", "kvstore.daemon.service", "tests.known_kv"])
 
 
 class ChildDied(Exception):
@@ -55,6 +55,21 @@ class Child:
 
     def join(self) -> None:
         self._process.join(60)
+
+    def exit_code(self) -> int | None:
+        """Wait for the end; None when it does not come."""
+        self._process.join(60)
+        return self._process.exitcode
+
+    def said(self) -> list[Any]:
+        """What it said by now and nobody received."""
+        said = []
+        try:
+            while self._ours.poll():
+                said.append(self._ours.recv())
+        except (EOFError, OSError):
+            pass
+        return said
 
     def _end(self) -> str:
         self._process.join(10)

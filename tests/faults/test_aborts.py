@@ -1,4 +1,4 @@
-"""Aborted requests leave nothing behind; `bench.pipeline` does the same with 10,000 of them."""
+"""Aborted requests leave nothing behind; `bench.pipeline --only aborts` does the same with 10,000 of them."""
 
 from __future__ import annotations
 

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvstore import flash_file
+from kvstore import flash_file, record
 from kvstore.errors import BudgetError
 from kvstore.flash_file import PAGE, FlashReader
 from kvstore.profile import Profile
@@ -293,3 +294,45 @@ def test_records_are_forced_to_the_medium_in_groups(tmp_path: Path, monkeypatch:
         assert len(set(synced)) == len(synced), "each once"
         store.flush()
         assert len(synced) == 240
+
+
+def test_a_record_is_checked_whole_and_by_groups(tmp_path: Path) -> None:
+    """Also where a group is cut by the end of a transfer, and where the file ends too early."""
+    order = np.random.default_rng(4)
+    stored = [order.bytes(length) for length in (3 << 20, 3 << 20, 1, 70_000)]
+    table, offset = [], 0
+    for each in stored:
+        checksum = xxhash.xxh3_64_intdigest(each)
+        table.append(record.Frame(offset, (0, 1), "", (len(each),), len(each), checksum))
+        offset += len(each)
+    header = record.Header(bytes(32), bytes(32), b"", 0, bytes(512), True, tuple(table))
+    whole = b"".join(record.assemble(header, stored))
+
+    def check(content: bytes) -> None:
+        path = tmp_path / "record"
+        path.write_bytes(content)
+        reader = record.RecordReader(path)
+        try:
+            reader.check_frames()
+            for number in range(len(stored)):
+                reader.check_frame(number)
+        finally:
+            reader.close()
+
+    check(whole)
+    start = len(whole) - offset
+    for at in (start, start + (4 << 20), start + (6 << 20), len(whole) - 1):
+        damaged = bytearray(whole)
+        damaged[at] ^= 1
+        with pytest.raises(record.BadRecordError, match="frame checksum"):
+            check(bytes(damaged))
+    reader = record.RecordReader(_file(tmp_path / "cut", whole))
+    os.truncate(tmp_path / "cut", len(whole) - PAGE)
+    with pytest.raises(record.BadRecordError, match="truncated: group 3"):
+        reader.check_frames()
+    reader.close()
+
+
+def _file(path: Path, content: bytes) -> Path:
+    path.write_bytes(content)
+    return path

@@ -1,7 +1,7 @@
 """Hierarchical KV-cache store for LLM inference on NPU devices.
 
-`kvstore.open` gives a store of one identity; see `kvstore.store`. Names load on first use, so that `import kvstore`
-costs next to nothing.
+`kvstore.open` gives a store of one identity, see `kvstore.store`, and `kvstore.connect` one in a daemon. Names load on
+first use, so that `import kvstore` costs next to nothing.
 """
 
 from importlib import import_module
@@ -13,27 +13,33 @@ if not (Path(__file__).parent / "index").is_dir():
     __path__.append(str(Path(__file__).parent.parent))
 
 if TYPE_CHECKING:
+    from .api import Store as Store
+    from .daemon.remote_store import RemoteStore as RemoteStore
+    from .daemon.remote_store import connect as connect
     from .errors import KVStoreError as KVStoreError
     from .identity import Adapter as Adapter
     from .identity import Identity as Identity
     from .layout import Layout as Layout
     from .lease import Lease as Lease
+    from .match import Match as Match
+    from .opening import open_any as open
     from .pipeline.rope import Rope as Rope
     from .profile import Profile as Profile
     from .store import KVStore as KVStore
-    from .store import Match as Match
-    from .store import open_store as open
 
 _HOMES = {
     "Adapter": "identity",
+    "connect": "daemon.remote_store",
     "Identity": "identity",
     "KVStore": "store",
     "KVStoreError": "errors",
     "Layout": "layout",
     "Lease": "lease",
-    "Match": "store",
+    "Match": "match",
     "Profile": "profile",
+    "RemoteStore": "daemon.remote_store",
     "Rope": "pipeline.rope",
+    "Store": "api",
 }
 
 __all__ = [*_HOMES, "open"]
@@ -41,7 +47,7 @@ __all__ = [*_HOMES, "open"]
 
 def __getattr__(name: str) -> Any:
     if name == "open":
-        return import_module(".store", __name__).open_store
+        return import_module(".opening", __name__).open_any
     if name in _HOMES:
         return getattr(import_module(f".{_HOMES[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

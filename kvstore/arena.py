@@ -31,12 +31,12 @@ class Arena:
     def __init__(self, name: str, size: int, alignment: int, *, pin: bool) -> None:
         self.size = size // alignment * alignment
         self._alignment = alignment
-        self.fd = _shared_file(name)
+        self.fd, self.reading_fd = shared_file(name)
         try:
             os.ftruncate(self.fd, self.size)
             self._map = mmap.mmap(self.fd, self.size)
         except BaseException:
-            os.close(self.fd)
+            self._close_descriptors()
             raise
         self.bytes: NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
         self.pinned = pin and _mlock(self.bytes)
@@ -87,23 +87,32 @@ class Arena:
         self.bytes = np.empty(0, np.uint8)
         with contextlib.suppress(BufferError):  # a caller still holds a view: the map goes with the view
             self._map.close()
-        os.close(self.fd)
+        self._close_descriptors()
+
+    def _close_descriptors(self) -> None:
+        for descriptor in (self.fd, self.reading_fd):
+            if descriptor >= 0:
+                os.close(descriptor)
 
     def _forget(self, offset: int, size: int) -> None:
         place = bisect.bisect_left(self._by_size, (size, offset))
         del self._by_size[place]
 
 
-def _shared_file(name: str) -> int:
-    """A descriptor of memory that others can map: a memfd on Linux, unnamed POSIX shared memory elsewhere."""
+def shared_file(name: str) -> tuple[int, int]:
+    """Memory that others can map: a memfd on Linux, unnamed POSIX shared memory elsewhere.
+
+    Returns its descriptor, and one for reading only, -1 where the first can be opened anew for that.
+    """
     if hasattr(os, "memfd_create"):
-        return os.memfd_create(name, os.MFD_CLOEXEC)
+        return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), -1
     import _posixshmem  # what multiprocessing.shared_memory stands on
 
     path = f"/{name}-{os.getpid()}-{os.urandom(4).hex()}"
     fd = int(_posixshmem.shm_open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode=0o600))
+    reading = int(_posixshmem.shm_open(path, os.O_RDONLY, mode=0o600))
     _posixshmem.shm_unlink(path)
-    return fd
+    return fd, reading
 
 
 _MLOCK_ONFAULT = 1

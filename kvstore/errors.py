@@ -49,3 +49,15 @@ class DirectoryUnusableError(KVStoreError, OSError):
 
 class FormatMismatchError(KVStoreError, RuntimeError):
     """The data directory was written in another format, or for another block size. It is left untouched."""
+
+
+class DaemonError(KVStoreError, RuntimeError):
+    """A daemon that cannot be talked to, or that failed at a request in a way of its own."""
+
+
+class DaemonLostError(DaemonError):
+    """The connection to the daemon broke, or the daemon does not answer. What it named must not be trusted any more."""
+
+
+class DaemonRunningError(DaemonError):
+    """Another daemon listens on the socket."""

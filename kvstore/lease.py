@@ -1,7 +1,11 @@
-"""A lease: while it lives, the KV of a match is neither moved nor dropped, and can be loaded (see `load`)."""
+"""A lease: while it lives, the KV of a match is neither moved nor dropped, and can be loaded (see `load`).
+
+What differs between a store of this process and a daemon's is in `store_lease` and `daemon.remote_lease`.
+"""
 
 from __future__ import annotations
 
+import abc
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Executor
@@ -10,51 +14,67 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
-from .block import Block
+from .block import HeldBlock
 from .buffer import KvBuffer, check_buffer
-from .errors import BufferTooSmallError, InvalidRequestError, LeaseReleasedError, StoreClosedError
+from .errors import BufferTooSmallError, InvalidRequestError
+from .layout import Layout
 from .load import Load, Wanted
 from .moved import MovedRun
-from .tiers import Tiers
-from .write_behind import WriteBehind
+from .reading import Need, Reading
 
 
-class Lease:
+class Lease(abc.ABC):
     """Holds the first `length` tokens of a prompt, and moved runs of it. A context manager; `release` ends it once.
 
-    One that is collected without that gives back what it holds with the store's next call, and counts as
-    `leases_abandoned`.
+    One that is collected without that gives back what it holds with the store's next call.
     """
 
     def __init__(
         self,
-        tiers: Tiers,
-        worker: WriteBehind,
+        layout: Layout,
+        layer_groups: tuple[range, ...],
         pool: Executor,
-        blocks: Sequence[Block],
+        blocks: Sequence[HeldBlock],
         length: int,
-        runs: Sequence[MovedRun] = (),
+        runs: Sequence[MovedRun],
         *,
-        whole: bool = False,
+        whole: bool,
     ) -> None:
-        self._tiers = tiers
-        self._worker = worker
-        self._pool = pool
-        self._prefix = list(blocks)
-        self._blocks = [*blocks, *(piece.block for run in runs for piece in run.pieces)]
+        self.layout = layout
+        self.groups = layer_groups
+        """Into which the blocks are cut."""
+        self.pool = pool
+        """Brings what does not lie in memory."""
         self.whole = whole
         """A part of the prefix is of no use."""
-        self._released = False
         self.length = length
         """Tokens of the prefix that were held when the lease was taken, less those lost to damage since."""
         self.runs = tuple(runs)
         """Moved runs that were held, less those lost to damage since."""
         self.bytes_read = 0
         """Bytes read from flash by this lease."""
+        self.is_released = False
+        self._prefix = tuple(blocks)
+        self._blocks = (*blocks, *(piece.block for run in runs for piece in run.pieces))
         self._found_in = {block.number: block.tier for block in self._blocks}
         self._loads: weakref.WeakSet[Load] = weakref.WeakSet()
-        self._abandoned = weakref.finalize(self, tiers.abandoned.append, self._blocks)
-        self._abandoned.atexit = False
+
+    @property
+    @abc.abstractmethod
+    def flash_bytes_per_second(self) -> float | None:
+        """How fast flash is just now, from reading to the place in the buffer; None when no load has shown it yet."""
+
+    @abc.abstractmethod
+    def release(self) -> None:
+        """End the lease, and loads of it that are under way. Raises LeaseReleasedError the second time."""
+
+    @abc.abstractmethod
+    def check_usable(self) -> None:
+        """Raise LeaseReleasedError or StoreClosedError when nothing can be loaded any more."""
+
+    @abc.abstractmethod
+    def reading(self, needs: Sequence[Need]) -> Reading:
+        """What brings these blocks, for one load. Raises as `check_usable` does."""
 
     def load_into(
         self, buffer: KvBuffer, slots: NDArray[np.int64] | None = None, length: int | None = None
@@ -106,22 +126,17 @@ class Lease:
             raise InvalidRequestError(f"nothing can be computed from position {computed_from} on")
         end = max([wanted, *(run.target + run.length for run in moved)])
         if self._blocks:
-            check_buffer(buffer, self._blocks[0].namespace.layout, end, slots, written=True)
+            check_buffer(buffer, self.layout, end, slots, written=True)
         return self._load(Wanted(wanted, moved, buffer, slots, computed_from, hole, first))
 
     @property
-    def blocks(self) -> tuple[Block, ...]:
-        return tuple(self._blocks)
+    def blocks(self) -> tuple[HeldBlock, ...]:
+        return self._blocks
 
     @property
-    def prefix(self) -> tuple[Block, ...]:
+    def prefix(self) -> tuple[HeldBlock, ...]:
         """The blocks of the prefix."""
-        return tuple(self._prefix)
-
-    @property
-    def flash_bytes_per_second(self) -> float | None:
-        """How fast flash is just now, from reading to the place in the buffer; None when no load has shown it yet."""
-        return self._tiers.flash.bytes_per_second()
+        return self._prefix
 
     def tokens_by_tier(self, length: int | None = None, hole: tuple[int, int] = (0, 0)) -> dict[str, int]:
         """How many of the first `length` tokens of the prefix, without `hole`, were in each tier when it was leased."""
@@ -138,19 +153,9 @@ class Lease:
         for _ in self._load(Wanted(self.length, self.runs)):
             pass
 
-    def release(self) -> None:
-        """End the lease, and loads of it that are under way. Raises LeaseReleasedError the second time."""
+    def end_loads(self) -> None:
         for load in list(self._loads):
             load.close()
-        with self._tiers.lock:
-            if self._released:
-                raise LeaseReleasedError("this lease was released before")
-            self._released = True
-            self._abandoned.detach()
-            self._tiers.release(self._blocks)
-            for block in self._blocks:
-                if block.memory is not None and block.memory.tier is self._tiers.warm and block.hits > 1:
-                    self._worker.promote(block)
 
     def __enter__(self) -> Lease:
         return self
@@ -158,15 +163,8 @@ class Lease:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self._released:
+        if not self.is_released:
             self.release()
-
-    def check_usable(self) -> None:
-        """Raise LeaseReleasedError or StoreClosedError when nothing can be loaded any more."""
-        if self._released:
-            raise LeaseReleasedError("this lease was released; take a new one")
-        if self._tiers.closed:
-            raise StoreClosedError("the store of this lease was closed; open it again")
 
     def shrink(self, tokens: int, lost: set[int]) -> None:
         """A load found no more than `tokens` tokens of the prefix good, and the runs with these targets lost."""
@@ -174,6 +172,6 @@ class Lease:
         self.runs = tuple(run for run in self.runs if run.target not in lost)
 
     def _load(self, wanted: Wanted) -> Load:
-        load = Load(self, self._tiers, self._pool, wanted)
+        load = Load(self, wanted)
         self._loads.add(load)
         return load

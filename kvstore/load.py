@@ -2,7 +2,8 @@
 
 The engine can start on the first layers while the KV of later ones is still being read. A tile comes from memory or
 from flash; from flash it is checked, decoded into warm memory (so that the next request finds it there) and placed in
-the engine's buffer. A block that goes to several places of the prompt is read once.
+the engine's buffer. A block that goes to several places of the prompt is read once. From where bytes come, this
+process's tiers or the daemon's, is `reading`'s matter.
 
 What comes from flash is brought by the pool's threads. What lies in memory is placed by who waits for it: a copy takes
 microseconds, and threads that share an interpreter for such work take twice as long as one (measured).
@@ -11,14 +12,9 @@ microseconds, and threads that share an interpreter for such work take twice as 
 from __future__ import annotations
 
 import bisect
-import contextlib
 import itertools
-import logging
-import threading
-import traceback
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,17 +25,14 @@ from kvstore.pipeline import kernels
 from kvstore.pipeline.rope import Rope
 from kvstore.pipeline.stages import Direct, Flow, FlowStopped
 
-from .block import Block, Residence
+from .block import HeldBlock
 from .buffer import KvBuffer
-from .layout import Dtype
+from .layout import Dtype, Layout
 from .moved import MovedRun, Piece
-from .record import BadRecordError, RecordReader
-from .tiers import Tiers
+from .reading import Need, Reading
 
 if TYPE_CHECKING:
     from .lease import Lease
-
-log = logging.getLogger(__name__)
 
 
 class LoadedGroup(NamedTuple):
@@ -76,21 +69,20 @@ class Load(Iterator[LoadedGroup]):
     Raises LeaseReleasedError and StoreClosedError.
     """
 
-    def __init__(self, lease: Lease, tiers: Tiers, pool: Executor, wanted: Wanted) -> None:
+    def __init__(self, lease: Lease, wanted: Wanted) -> None:
         self._lease = lease
-        self._tiers = tiers
         self._closed = True  # nothing to close yet
         self._good = good = _Good(wanted.tokens, wanted.runs)
-        self._groups = lease.blocks[0].namespace.layer_groups if lease.blocks else ()
+        self._groups = groups = lease.groups if lease.blocks else ()
         self._given = 0
-        with tiers.lock:
-            lease.check_usable()
-            self._sources = _sources(lease.prefix, wanted, tiers)
+        lease.check_usable()
+        self._sources = sources = _sources(lease, wanted)
+        self._reading = reading = lease.reading([Need(each.block, each.unread) for each in sources])
         tiles = [
             _Tile(group, source)
-            for group in range(len(self._groups))
-            for source in self._sources
-            if source.is_read(group)
+            for group in range(len(groups))
+            for source in sources
+            if reading.includes(source.number, group)
         ]
         near = [tile for tile in tiles if tile.source.places[0].piece.target < wanted.first]
         far = [tile for tile in tiles if tile.source.places[0].piece.target >= wanted.first]
@@ -105,13 +97,19 @@ class Load(Iterator[LoadedGroup]):
 
         def bring(tile: _Tile) -> None:  # knows nothing of this load, whose collection ends it
             if good.includes_any(tile.source):
-                bring_tile(tile.group, tile.source, wanted, tiers)
+                bring_tile(tile, reading, wanted, layout, groups)
 
+        layout = lease.layout
         tiles = [*near, *far]
-        self._flash_until = [0, *itertools.accumulate(tile.source.is_on_flash for tile in tiles)]
+        on_flash = [reading.is_far(tile.source.number) for tile in tiles]
+        self._flash_until = [0, *itertools.accumulate(on_flash)]
         """How many of the first n tiles come from flash."""
-        self._placing = Direct([tile for tile in tiles if not tile.source.is_on_flash], bring)
-        self._flow = Flow(pool, [tile for tile in tiles if tile.source.is_on_flash], bring)
+        from_flash = list(itertools.compress(tiles, on_flash))
+        reading.start([(tile.source.number, tile.group) for tile in from_flash])
+        self._placing = Direct(
+            [tile for tile, is_far in zip(tiles, on_flash, strict=True) if not is_far], bring
+        )
+        self._flow = Flow(lease.pool, from_flash, bring)
         self._closed = False
 
     def __next__(self) -> LoadedGroup:
@@ -165,39 +163,29 @@ class Load(Iterator[LoadedGroup]):
         for tile, error in failures:
             if self._good.includes_any(tile.source):
                 self._lose(tile.source, error)
+        if not self._reading.is_intact():
+            for source in self._sources:
+                if self._good.includes_any(source):
+                    self._lose(source, NotIntactError("what was read may have changed meanwhile"))
 
     def _lose(self, source: _Source, error: Exception) -> None:
         """A block could not be brought: its tokens are no good any more, nor is the block where it is damaged."""
         for place in source.places:
             if self._good.includes(place):
                 self._good.exclude(place, whole=self._lease.whole)
-        with self._tiers.lock:
-            if isinstance(error, BadRecordError):
-                self._tiers.quarantine(source.block, error)
-            else:
-                self._tiers.misses[f"not loaded: {type(error).__name__}"] += 1
-                told = "".join(traceback.format_exception(error))
-                log.warning("a block was not loaded, its tokens are computed instead\n%s", told)
+        self._reading.lost(source.number, error)
         error.__traceback__ = None  # its frames hold this load
 
     def _settle(self) -> None:
-        """Blocks read whole from flash stay in warm memory; other staging is given back."""
-        read = 0
-        for source in self._sources:
-            if source.reader is not None:
-                read += source.reader.bytes_read
-                source.reader.close()
-        self._lease.bytes_read += read
-        whole = self._given == len(self._groups)
-        with self._tiers.lock:
-            for source in self._sources:
-                if source.staging is None:
-                    continue
-                if whole and self._good.includes_any(source):
-                    self._tiers.settle(source.block, source.staging)
-                else:
-                    self._tiers.give_back(source.staging)
-            self._tiers.counts["bytes_read"] += read
+        """What came whole may stay in memory."""
+        kept = set[int]()
+        if self._given == len(self._groups):
+            kept.update(source.number for source in self._sources if self._good.includes_any(source))
+        self._lease.bytes_read += self._reading.end(kept)
+
+
+class NotIntactError(Exception):
+    """The lease ended while it was read."""
 
 
 class _Place(NamedTuple):
@@ -211,73 +199,43 @@ class _Place(NamedTuple):
 class _Source:
     """A block while it is being loaded, once for all the places that it goes to."""
 
-    block: Block
+    number: int
+    block: HeldBlock
     places: list[_Place]
     unread: frozenset[int] = frozenset()  # layer groups of which no token to be computed reads anything
-    staging: Residence | None = None
-    raw: NDArray[np.uint8] | None = None
-    reader: RecordReader | None = None
-    opening: threading.Lock = field(default_factory=threading.Lock)
-
-    @property
-    def is_on_flash(self) -> bool:
-        """Whether its bytes have to be read first."""
-        return self.staging is not None or self.raw is None
-
-    def is_read(self, group: int) -> bool:
-        """Whether this group of layers is brought: of what goes into warm memory, all are."""
-        return self.staging is not None or group not in self.unread
 
 
-def _sources(prefix: Sequence[Block], wanted: Wanted, tiers: Tiers) -> list[_Source]:
-    """What to load, with room in warm memory for what comes from flash. Called under the lock.
-
-    Of a block used for the first time, flash gives only what is read; one used again is read whole, so that
-    memory serves it from then on.
-    """
+def _sources(lease: Lease, wanted: Wanted) -> list[_Source]:
+    """What to load."""
     places = [
         _Place(Piece(block, 0, min(block.length, wanted.tokens - block.start), block.start))
-        for block in prefix
+        for block in lease.prefix
         if block.start < wanted.tokens and not wanted.hole[0] <= block.start < wanted.hole[1]
     ]
     places += [_Place(piece, run) for run in wanted.runs for piece in run.pieces]
     sources: dict[int, _Source] = {}
     for place in places:
         block = place.piece.block
-        sources.setdefault(block.number, _Source(block, [])).places.append(place)
-    for source in sources.values():
-        block = source.block
-        if wanted.computed_from is not None:
+        sources.setdefault(block.number, _Source(len(sources), block, [])).places.append(place)
+    if wanted.computed_from is not None:
+        for source in sources.values():
             source.unread = frozenset.intersection(
-                *(_unread(place.piece, wanted.computed_from) for place in source.places)
+                *(_unread(place.piece, wanted.computed_from, lease) for place in source.places)
             )
-        if block.memory is not None:
-            source.raw = tiers.raw(block)
-        elif (
-            not (source.unread and block.hits <= 1)
-            and (room := tiers.allocate_warm(block.nbytes)) is not None
-        ):
-            source.staging = room
-            source.raw = room.tier.view(room.extent, block.nbytes)
     return list(sources.values())
 
 
-def bring_tile(group: int, source: _Source, wanted: Wanted, tiers: Tiers) -> None:
-    """Bring one block's layers of one group to all its places. Runs in the pool. Raises BadRecordError."""
-    with _timed(group, source, tiers):
-        block, namespace = source.block, source.block.namespace
-        frame = namespace.frames(block.length)[group]
-        raw = np.empty(frame.stop - frame.start, dtype=np.uint8) if source.raw is None else source.raw[frame]
-        if source.is_on_flash:
-            with source.opening:
-                if source.reader is None:
-                    source.reader = tiers.open_record(block)
-            source.reader.read(namespace.layout, frame.start, raw)
+def bring_tile(
+    tile: _Tile, reading: Reading, wanted: Wanted, layout: Layout, groups: Sequence[range]
+) -> None:
+    """Bring one block's layers of one group to all its places. Any exception means that it is not there."""
+    group, source = tile
+    with reading.timed(source.number, group):
+        raw = reading.raw(source.number, group)
         buffer, slots, computed_from = wanted.buffer, wanted.slots, wanted.computed_from
         if buffer is None:
             return
-        layout = namespace.layout
-        for layer, key, value in layout.layer_views(raw, namespace.layer_groups[group], block.length):
+        for layer, key, value in layout.layer_views(raw, groups[group], source.block.length):
             first = 0 if computed_from is None else layout.layers[layer].read_from(computed_from)
             keys, values = buffer.keys[layer], buffer.values[layer]
             assert keys is not None, "checked with the buffer"
@@ -295,30 +253,12 @@ def bring_tile(group: int, source: _Source, wanted: Wanted, tiers: Tiers) -> Non
                 into.place(value[:, held], values, None, 0)
 
 
-@contextlib.contextmanager
-def _timed(group: int, source: _Source, tiers: Tiers) -> Iterator[None]:
-    """Tell how fast flash is, from reading to the place in the buffer."""
-    block = source.block
-    if not source.is_on_flash:
-        yield
-        return
-    nbytes = 0
-    tiers.flash.begin()
-    try:
-        yield
-        frame = block.namespace.frames(block.length)[group]
-        nbytes = block.cold_bytes * (frame.stop - frame.start) // max(1, block.nbytes)
-    finally:
-        tiers.flash.end(nbytes)
-
-
-def _unread(piece: Piece, computed_from: int) -> frozenset[int]:
+def _unread(piece: Piece, computed_from: int, lease: Lease) -> frozenset[int]:
     """Layer groups of a piece of which no token at `computed_from` or behind it reads anything."""
-    namespace, end = piece.block.namespace, piece.target + piece.length
-    layers = namespace.layout.layers
+    layers, end = lease.layout.layers, piece.target + piece.length
     return frozenset(
         number
-        for number, group in enumerate(namespace.layer_groups)
+        for number, group in enumerate(lease.groups)
         if all(not layers[at].holds_kv or layers[at].read_from(computed_from) >= end for at in group)
     )
 

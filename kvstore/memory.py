@@ -6,6 +6,8 @@ being copied in count from the moment their extent is handed out.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -31,6 +33,11 @@ class MemoryTier:
         self.total = sum(arena.size for arena in self._arenas)
         self.used = 0
         self._known = [0] * len(self._arenas)  # where the pages end that the system has found
+
+    @property
+    def arenas(self) -> Sequence[Arena]:
+        """By the numbers that extents name."""
+        return self._arenas
 
     @property
     def free(self) -> int:
@@ -75,6 +82,11 @@ class MemoryTier:
             if end > start:
                 arena.bytes[start:end:_PAGE].max(initial=0)
                 self._known[number] = max(self._known[number], end)
+
+    def lacks_touched(self, nbytes: int) -> bool:
+        """Whether `touch_ahead` has something to do: fewer bytes are ready for who asks next."""
+        known = sum(self._known)
+        return known < self.total and known - self.used < nbytes
 
     def handle(self, extent: Extent) -> tuple[int, int]:
         """(file descriptor, offset) under which another process or a device maps this extent."""

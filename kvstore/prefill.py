@@ -7,7 +7,8 @@
 Loading runs beside the engine: before it computes a group of layers, that group's KV is in place. All tokens to compute
 go through as few graph calls as the measured costs say, across whatever was reused between them: a graph takes any
 tokens in ascending order. The last token is always computed, for its logits. Where repairing moved runs would cost more
-than computing them, by the measured costs, they are left alone.
+than computing them, by the measured costs, they are left alone. A repair may ask for a second look (`WhenSure`): where
+the answer hangs in the balance, all from the first moved run on is computed after all.
 """
 
 from __future__ import annotations
@@ -22,21 +23,22 @@ from numpy.typing import NDArray
 from kvstore.pipeline.engine import StaticGraphEngine
 from kvstore.pipeline.graphs import EMPTY
 from kvstore.pipeline.kv_allocation import KvAllocation
-from kvstore.pipeline.recompute import AnyRepair, Evidence, Nothing, select
+from kvstore.pipeline.recompute import AnyRepair, Evidence, Nothing, WhenSure, first_of, select
 
+from .api import Store
 from .choice import QUESTION, choose, repairable, spare
 from .flash_choice import against_flash
 from .lease import Lease
 from .load import LoadedGroup
 from .moved import MovedRun
-from .store import KVStore
 
 
 class Prefilled(msgspec.Struct, frozen=True):
     """Logits after the last token, float32 [vocab], and what became of the prompt's tokens.
 
     prefix + moved + recomputed + computed = tokens of the prompt. `tiers` counts prefix tokens by tier. KV before
-    `exact_until` is what a cold run computes, `fresh` are the spans computed behind that.
+    `exact_until` is what a cold run computes, `fresh` are the spans computed behind that. `unsure`: moved runs were
+    loaded, and a second look had them computed.
     `store_seconds`: look-up, lease and load, so far as the engine waited for them.
     """
 
@@ -50,11 +52,12 @@ class Prefilled(msgspec.Struct, frozen=True):
     store_seconds: float
     exact_until: int
     fresh: tuple[tuple[int, int], ...] = ()
+    unsure: bool = False
 
 
 def prefill(
     engine: StaticGraphEngine,
-    store: KVStore,
+    store: Store,
     prompt: NDArray[np.int32],
     kv: KvAllocation,
     repair: AnyRepair | None = None,
@@ -65,14 +68,22 @@ def prefill(
     boundaries: positions at which segments of the prompt begin, where they are known.
     """
     started = time.perf_counter()
-    match = store.lookup(prompt, moved=repair is not None, boundaries=boundaries)
-    with store.lease(match) as lease:
+    with store.find(prompt, moved=repair is not None, boundaries=boundaries) as lease:
         work = _Prefill(engine, prompt, kv, repair or Nothing(), lease)
         work.store_seconds += time.perf_counter() - started
         while (logits := work.attempt()) is None:
             pass
         done = work.outcome(logits)
-    store.served(prefix=done.prefix, moved=done.moved, recomputed=done.recomputed, computed=done.computed)
+    store.served(
+        prefix=done.prefix,
+        moved=done.moved,
+        recomputed=done.recomputed,
+        computed=done.computed,
+        unsure=done.unsure,
+        seconds=time.perf_counter() - started,
+        waited=done.store_seconds,
+        without=engine.costs(kv.slots).cover(len(prompt)).seconds,
+    )
     return done
 
 
@@ -90,7 +101,9 @@ class _Prefill:
         self._engine = engine
         self._prompt = prompt
         self._kv = kv
-        self._repair = repair
+        self._repair = first_of(repair)
+        self._second_look = repair if isinstance(repair, WhenSure) else None
+        self._unsure = False
         self._lease = lease
         costs, groups = engine.costs(kv.slots), len(engine.layer_groups)
         choice = choose(len(prompt), lease.length, lease.runs, self._repair, costs)
@@ -111,7 +124,10 @@ class _Prefill:
                 return self._engine.prefill(
                     self._prompt, self._kv, start=self._prefix, before_group=loading.before(self._engine)
                 )
-            return self._blend(loading)
+            logits = self._blend(loading)
+            if self._second_look and self._runs and not self._second_look.is_sure(logits):
+                return self._compute_after_all()
+            return logits
         except _ShrunkError:
             self._prefix, self._runs = loading.finish()
             self._ahead = 0
@@ -136,6 +152,7 @@ class _Prefill:
             store_seconds=self.store_seconds,
             exact_until=exact_until,
             fresh=tuple((begin, end) for begin, end in self._gaps() if begin >= exact_until),
+            unsure=self._unsure,
         )
 
     def _blend(self, loading: _Loading) -> NDArray[np.float32]:
@@ -176,6 +193,15 @@ class _Prefill:
             calls, kv, logits_of=[-1], before_call=loading.before_call(engine)
         )[0]
         self._recomputed = len(chosen)
+        return logits
+
+    def _compute_after_all(self) -> NDArray[np.float32]:
+        """Compute all from the first moved run on: what is before it is exact, and in place."""
+        engine, kv = self._engine, self._kv
+        places = np.arange(self._runs[0].target, len(self._prompt), dtype=np.int32)
+        calls = engine.plan(self._prompt[places], places, places, kv)
+        logits: NDArray[np.float32] = engine.run(calls, kv, logits_of=[-1])[0]
+        self._runs, self._recomputed, self._unsure = (), 0, True
         return logits
 
     def _gaps(self) -> Iterator[tuple[int, int]]:

@@ -18,12 +18,12 @@ from kvstore.pipeline.kv_allocation import KvAllocation
 from kvstore.pipeline.sampling import Sampler
 from kvstore.pipeline.self_test import why_not_shift
 
+from .api import Store
 from .explain import Explanation
 from .identity import Identity
 from .layout import Layout
 from .prefill import Prefilled, prefill
 from .reuse import Policy
-from .store import KVStore
 
 
 class Generation(msgspec.Struct, frozen=True):
@@ -74,7 +74,7 @@ class Session:
     verdict, see `reuse`. Without a verdict, or where moving keys fails its self-test, it is `exact`.
     """
 
-    def __init__(self, engine: StaticGraphEngine, store: KVStore | None, policy: Policy = "careful") -> None:
+    def __init__(self, engine: StaticGraphEngine, store: Store | None, policy: Policy = "careful") -> None:
         self._engine = engine
         self._store = store = None if store is None else store.under(policy)
         self._policy = policy
@@ -181,7 +181,7 @@ def _without_store(logits: NDArray[np.float32], tokens: int) -> Prefilled:
     return Prefilled(logits, 0, 0, 0, tokens, {"hot": 0, "warm": 0, "cold": 0}, 0, 0.0, tokens)
 
 
-def _keep(store: KVStore, tokens: NDArray[np.int32], kv: KvAllocation, done: Prefilled) -> None:
+def _keep(store: Store, tokens: NDArray[np.int32], kv: KvAllocation, done: Prefilled) -> None:
     """Store what was computed: exact KV as a prefix, what was computed behind moved runs as such."""
     if not done.fresh:
         store.put(tokens, kv)

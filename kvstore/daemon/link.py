@@ -1,0 +1,116 @@
+"""What a client's views of one daemon share: the connection, made anew when it breaks, and what serves meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from kvstore.errors import DaemonError, DaemonLostError, StoreClosedError
+from kvstore.identity import Identity
+from kvstore.profile import Profile
+from kvstore.store import KVStore, open_store
+
+from . import wire
+from .client import Channel
+
+if TYPE_CHECKING:
+    from .remote_lease import RemoteLease
+
+Fallback = Literal["embedded", "none"]
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 5.0  # seconds between attempts to reach a daemon that is away
+_LOAD_THREADS = 2
+
+log = logging.getLogger(__name__)
+
+
+class Link:
+    """Thread-safe. `profile` is that of the store which serves while the daemon is away, with `fallback` embedded."""
+
+    def __init__(self, path: Path, profile: Profile, fallback: Fallback) -> None:
+        self.path = path
+        self.profile = profile
+        self.pool = ThreadPoolExecutor(_LOAD_THREADS, thread_name_prefix="kvstore-remote-load")
+        self.is_closed = False
+        self._fallback = fallback
+        self._lock = threading.Lock()
+        self._channel: Channel | None = None
+        self._pause = 0.0
+        self._next_attempt = 0.0
+        self._away: str | None = None
+        self._embedded: KVStore | None = None
+        self._abandoned: deque[tuple[Channel, int]] = deque()
+        self._finalizers: weakref.WeakKeyDictionary[RemoteLease, Any] = weakref.WeakKeyDictionary()
+
+    def channel(self) -> Channel:
+        """The connection, made if there is none. Raises DaemonLostError when the daemon is away, StoreClosedError."""
+        with self._lock:
+            if self.is_closed:
+                raise StoreClosedError("this store was closed; connect again")
+            if self._channel is not None and not self._channel.is_lost:
+                self._end_abandoned()
+                return self._channel
+            if time.monotonic() < self._next_attempt:
+                raise DaemonLostError(f"the daemon is away: {self._away}")
+            try:
+                self._channel = Channel(self.path, Path(sys.argv[0]).name)
+            except DaemonError as error:
+                self._pause = min(_LONGEST_PAUSE, max(_FIRST_PAUSE, self._pause * 2))
+                self._next_attempt = time.monotonic() + self._pause
+                if self._away is None:
+                    instead = "a store of this process" if self._fallback == "embedded" else "no cache"
+                    log.warning("%s; %s serves until there is one", error, instead)
+                self._away = str(error)
+                raise DaemonLostError(str(error)) from error
+            if self._away is not None:
+                log.warning("the daemon at %s is back", self.path)
+            self._pause, self._away = 0.0, None
+            return self._channel
+
+    def embedded(self, identity: Identity) -> KVStore | None:
+        """The store that serves while the daemon is away; None for no cache."""
+        if self._fallback == "none":
+            return None
+        with self._lock:
+            if self.is_closed:
+                raise StoreClosedError("this store was closed; connect again")
+            if self._embedded is None:
+                self._embedded = open_store(None, identity=identity, profile=self.profile)
+        return self._embedded.view(identity)
+
+    def holds(self, lease: RemoteLease, channel: Channel, handle: int) -> None:
+        """A lease begins. One that is collected without a release ends with the next request."""
+        finalizer = weakref.finalize(lease, self._abandoned.append, (channel, handle))
+        finalizer.atexit = False
+        self._finalizers[lease] = finalizer
+
+    def releases(self, lease: RemoteLease) -> None:
+        self._finalizers.pop(lease).detach()
+
+    def close(self) -> None:
+        """The first close counts."""
+        with self._lock:
+            if self.is_closed:
+                return
+            self.is_closed = True
+            channel, embedded = self._channel, self._embedded
+        if channel is not None and not channel.is_lost:
+            channel.close()
+        self.pool.shutdown(wait=True)
+        if embedded is not None:
+            embedded.close()
+
+    def _end_abandoned(self) -> None:
+        while self._abandoned:
+            channel, handle = self._abandoned.popleft()
+            log.warning("a lease was never released; use `with`")
+            with contextlib.suppress(DaemonError):
+                channel.tell(wire.Release(wire.NO_REPLY, handle))

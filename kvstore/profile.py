@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import msgspec
 
+from kvstore.prefetch.cost import DEVICES
+from kvstore.prefetch.eviction import DEFAULT, POLICIES
+
 from .codec import CODECS, Codec
 from .errors import BudgetError
 
@@ -22,8 +25,11 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     128 GB of flash that stand a thousand times their size are worn out in five years by 70 GB a day.
     `codec` is how KV is to be kept on flash: as small as the model bears by its verdict, so only for policies that may
     approximate, see `codec`. `lossless` keeps all exact.
+    `eviction` names the policy by which blocks leave each tier, of `prefetch.eviction.POLICIES`.
+    `device` names what computing and loading cost, of `prefetch.cost.DEVICES`, as far as it is not measured.
     `frame_bytes` is the least size of one flash read: a block is cut into as many layer groups as leave each
     group of a full block at least that large.
+    `staging_bytes` is what all clients of a daemon together have for KV that they put.
     """
 
     name: str = "cpu"
@@ -33,10 +39,13 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     cold_bytes: int = 4096 * MIB
     cold_bytes_per_day: int | None = None
     codec: Codec = "fine"
+    eviction: str = DEFAULT
+    device: str = "laptop"
     arena_bytes: int = 256 * MIB
     max_hot_arenas: int = 8
     alignment: int = 4096
     frame_bytes: int = 512 * 1024
+    staging_bytes: int = 64 * MIB
 
     def __post_init__(self) -> None:
         if self.block_tokens < 1 or self.block_tokens > 4096:
@@ -45,9 +54,12 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
             raise BudgetError(f"block_tokens {self.block_tokens} must be a multiple of 16, or at most 16")
         if self.codec not in CODECS:
             raise BudgetError(f"codec {self.codec!r} is not one of {', '.join(CODECS)}")
+        for name, known in (("eviction", POLICIES), ("device", DEVICES)):
+            if getattr(self, name) not in known:
+                raise BudgetError(f"{name} {getattr(self, name)!r} is not one of {', '.join(known)}")
         if self.alignment < 1 or self.alignment & (self.alignment - 1):
             raise BudgetError(f"alignment {self.alignment} must be a power of two")
-        for name in ("hot_bytes", "warm_bytes", "cold_bytes"):
+        for name in ("hot_bytes", "warm_bytes", "cold_bytes", "staging_bytes"):
             if getattr(self, name) < 0:
                 raise BudgetError(f"{name} {getattr(self, name)} must not be negative")
         if self.cold_bytes_per_day is not None and self.cold_bytes_per_day < 0:
@@ -66,7 +78,14 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 CPU = Profile()
 """Laptop or single board without an NPU: no limit on pinned buffers to speak of."""
 
-ANE = Profile(name="ane", block_tokens=256, alignment=16384, max_hot_arenas=8, cold_bytes_per_day=32 * GIB)
+ANE = Profile(
+    name="ane",
+    block_tokens=256,
+    alignment=16384,
+    max_hot_arenas=8,
+    cold_bytes_per_day=32 * GIB,
+    device="flagship",
+)
 """Apple Neural Engine: 16 KiB pages, 8 to 12 contiguous pinned buffers, blocks of 256 to 512 tokens."""
 
 NNAPI = Profile(
@@ -76,5 +95,31 @@ NNAPI = Profile(
     hot_bytes=192 * MIB,
     warm_bytes=256 * MIB,
     cold_bytes_per_day=16 * GIB,
+    device="mid",
 )
 """Android NNAPI: 4 to 16 pinned buffers by driver, blocks of 128 to 256 tokens."""
+
+QNN = Profile(
+    name="qnn",
+    block_tokens=128,
+    hot_bytes=512 * MIB,
+    arena_bytes=512 * MIB,
+    max_hot_arenas=3,
+    cold_bytes_per_day=32 * GIB,
+    device="flagship",
+)
+"""Qualcomm Hexagon through QNN: blocks as long as its prefill graphs; few large buffers out of one allocation, of at
+most 1 GiB each, since a DSP maps 3 to 4 GiB in all; imported pointers on 4 KiB."""
+
+OPENVINO_NPU = Profile(
+    name="openvino-npu",
+    block_tokens=256,
+    hot_bytes=512 * MIB,
+    warm_bytes=1024 * MIB,
+    cold_bytes=16 * GIB,
+    cold_bytes_per_day=64 * GIB,
+)
+"""Intel NPU through OpenVINO: address and size of what it imports are multiples of 4 KiB; a laptop's memory and SSD."""
+
+PROFILES = {profile.name: profile for profile in (CPU, ANE, NNAPI, QNN, OPENVINO_NPU)}
+"""By name."""

@@ -1,0 +1,1 @@
+"""Administration: what is held, for whom, whether it is sound, and how to act on it."""

@@ -1,0 +1,168 @@
+"""Which blocks a purge means, and how they go."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.block import Block
+from kvstore.errors import InvalidRequestError
+from kvstore.identity import Identity
+from kvstore.index.windows import WindowHash
+from kvstore.layout import capabilities
+from kvstore.namespace import Namespace
+from kvstore.orphans import continuing
+from kvstore.tiers import Tiers
+
+from .entry import tenant_of
+
+_WINDOW = 16  # tokens in a row that say that a block holds some of a document
+
+
+class Purged(msgspec.Struct, frozen=True):
+    """What went, or would go: blocks, their tokens, and what they occupied.
+
+    kept: blocks that a lease holds in the tier, or that wait for flash; only where a tier is purged.
+    """
+
+    blocks: int
+    tokens: int
+    memory_bytes: int
+    flash_bytes: int
+    kept: int
+    dry_run: bool
+
+
+def with_prefix(space: Namespace, tokens: NDArray[np.int32], identity: Identity) -> list[Block]:
+    """What starts with `tokens`, or may do so but lost the block before it."""
+    whole = capabilities(identity.layout).reuse == "exact"
+    seed = None if whole else space.digest
+    return [
+        *continuing(space.orphans(), tokens, seed, space.trie.block_tokens),
+        *space.below(tokens),
+    ]
+
+
+def with_document(spaces: Iterable[Namespace], document: NDArray[np.int32]) -> list[Block]:
+    """Blocks that hold a part of a document, and all that was computed behind one of them in the same prompt.
+
+    A part is 16 tokens in a row, or the whole of a shorter document; and the end of a block that leads up to such a
+    part at the beginning of the next one.
+    """
+    window = 1 << (min(_WINDOW, len(document)).bit_length() - 1)
+    hashes = WindowHash(window)
+    wanted = np.unique(hashes(document))
+    places: dict[bytes, list[int]] = {}
+    for at in range(len(document) - window + 1):
+        places.setdefault(document[at : at + window].tobytes(), []).append(at)
+    found: dict[bytes, Block] = {}
+    for space in spaces:
+        children: dict[bytes, list[Block]] = {}
+        holding = list[Block]()
+        for block in space.by_key.values():
+            children.setdefault(block.parent_key, []).append(block)
+            hits = np.flatnonzero(np.isin(hashes(block.tokens), wanted))
+            if any(block.tokens[at : at + window].tobytes() in places for at in hits):
+                holding.append(block)
+        for block in list(holding):
+            begins = places.get(block.tokens[:window].tobytes(), ())
+            above = space.by_key.get(block.parent_key)
+            if above is not None and any(at and document[at - 1] == above.tokens[-1] for at in begins):
+                holding.append(above)
+        while holding:
+            block = holding.pop()
+            if block.key not in found:
+                found[block.key] = block
+                holding += children.get(block.key, ())
+    return sorted(found.values(), key=lambda block: -block.start)
+
+
+def with_tenant(
+    spaces: Iterable[Namespace], tenant: str, identities: Mapping[bytes, Identity]
+) -> list[Block]:
+    """Blocks of every identity with this tenant's salt. Raises InvalidRequestError for a tenant of none."""
+    theirs = [space for space in spaces if tenant_of(identities.get(space.digest)) == tenant]
+    if not theirs:
+        raise InvalidRequestError(f"no identity of tenant {tenant!r} is held; `kvstore status` names them")
+    return [block for space in theirs for block in all_of(space)]
+
+
+def with_adapter(
+    spaces: Iterable[Namespace], adapter: str, identities: Mapping[bytes, Identity]
+) -> list[Block]:
+    """Blocks of every identity with an adapter whose digest begins so. Raises InvalidRequestError for none such."""
+    digests = {
+        digest
+        for digest, identity in identities.items()
+        if any(each.digest.startswith(adapter.lower()) for each in identity.adapters)
+    }
+    if not digests or not adapter:
+        raise InvalidRequestError(
+            f"no identity with adapter {adapter!r} is known; `kvstore status` names them"
+        )
+    return [block for space in spaces if space.digest in digests for block in all_of(space)]
+
+
+def unused_for(spaces: Iterable[Namespace], seconds: float) -> list[Block]:
+    """Blocks that nobody used for so long."""
+    horizon = time.time() - seconds
+    return [block for space in spaces for block in all_of(space) if block.last_use < horizon]
+
+
+def all_of(space: Namespace) -> list[Block]:
+    """Leaves first."""
+    return space.below(np.empty(0, np.int32))
+
+
+def forget(tiers: Tiers, blocks: Sequence[Block], *, dry_run: bool) -> Purged:
+    """Forget blocks, in all tiers. Called under the store's lock."""
+    purged = _sum(blocks, 0, dry_run=dry_run)
+    if not dry_run:
+        for block in blocks:
+            tiers.drop(block)
+        tiers.counts["invalidated"] += len(blocks)
+    return purged
+
+
+def empty_tier(tiers: Tiers, tier: str, *, dry_run: bool) -> Purged:
+    """Free a tier of what nobody uses. What lies elsewhere, too, stays there; the rest is forgotten.
+
+    Called under the store's lock.
+    """
+    if tier not in ("hot", "warm", "cold"):
+        raise InvalidRequestError(f"tier {tier!r} is not hot, warm or cold")
+    there = [block for block in tiers.blocks.values() if not block.doomed and _lies_in(block, tier)]
+    there.sort(key=lambda block: -block.start)
+    free = [block for block in there if not block.leases and not block.waiting]
+    purged = _sum(free, len(there) - len(free), dry_run=dry_run, tier=tier)
+    for block in () if dry_run else free:
+        if tier == "cold":
+            tiers.forget_flash(block)
+        elif block.cold_bytes:
+            tiers.forget_memory(block)
+        else:
+            tiers.drop(block)
+    return purged
+
+
+def _lies_in(block: Block, tier: str) -> bool:
+    if tier == "cold":
+        return block.cold_bytes > 0
+    return block.memory is not None and block.memory.tier.name == tier
+
+
+def _sum(blocks: Sequence[Block], kept: int, *, dry_run: bool, tier: str | None = None) -> Purged:
+    return Purged(
+        len(blocks),
+        sum(block.length for block in blocks),
+        0
+        if tier == "cold"
+        else sum(block.memory.extent.size for block in blocks if block.memory is not None),
+        sum(block.cold_bytes for block in blocks) if tier in (None, "cold") else 0,
+        kept,
+        dry_run,
+    )

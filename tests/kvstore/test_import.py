@@ -15,6 +15,7 @@ HEAVY = {
     "sentence_transformers",
     "tokenizers",
     "gguf",
+    "prometheus_client",
 }
 
 

@@ -6,7 +6,7 @@ NATIVE := $(wildcard pipeline/*.c pipeline/*.h)
 NAME ?= kernels
 ARGS ?=
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench docs clean
 
 # Editable, so that a changed Python file needs no reinstall; a changed C file or pyproject does.
 $(VENV)/.ready: pyproject.toml setup.py $(NATIVE)
@@ -33,6 +33,9 @@ lint: $(VENV)/.ready
 
 bench: $(VENV)/.ready
 	$(BIN)/python -m bench.$(NAME) $(ARGS)
+
+docs: $(VENV)/.ready
+	$(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info pipeline/*.so

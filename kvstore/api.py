@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Protocol, Self
@@ -58,6 +59,14 @@ class Store(Protocol):
         *,
         wait: float = 0.0,
     ) -> PutResult: ...
+
+    def put_later(
+        self,
+        tokens: ArrayLike,
+        kv: KvBuffer,
+        start: int = 0,
+        slots: NDArray[np.int64] | None = None,
+    ) -> Future[PutResult]: ...
 
     def put_inexact(
         self,

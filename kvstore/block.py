@@ -96,7 +96,9 @@ class Block:
     pinned: bool = False  # part of a pinned prefix: not evicted
     hits: int = 0
     last_use: float = 0.0
-    told: tuple[str, int, bytes] | None = None  # what a daemon says of it, while its tier and cold_bytes are these
+    told: tuple[str, int, bytes] | None = (
+        None  # what a daemon says of it, while its tier and cold_bytes are these
+    )
     leased_since_put: bool = False
     fresh: int = 1  # blocks of its prompt that came with it
     session: int = 0  # the block that its conversation began with

@@ -189,10 +189,7 @@ class ColdTier:
         folders = (self._directory.path, *self._directory.folders)
         notes = self._directory.identity_notes()
         self._overhead = (
-            sum(
-                _allocated(path)
-                for path in (*folders, *notes, self._directory.writes, self._directory.pins)
-            )
+            sum(_allocated(path) for path in (*folders, *notes, self._directory.writes, self._directory.pins))
             + _GROWTH
         )
 

@@ -1,8 +1,4 @@
-"""Logs of the `kvstore` loggers for people and for machines, as the environment says.
-
-    KVSTORE_LOG=info           text, from this level on
-    KVSTORE_LOG=json           one JSON object a line, from `info` on
-    KVSTORE_LOG=json:debug     the same, from another level on
+"""Logs of the `kvstore` loggers, for people (text) and for machines (one JSON object a line).
 
 A library leaves logging to its application: only the command and the daemon call `configure`.
 """
@@ -11,15 +7,12 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import sys
 from datetime import UTC, datetime
 from typing import TextIO
 
-from .errors import InvalidRequestError
+from .config import LogFormat, LogLevel
 
-VARIABLE = "KVSTORE_LOG"
-_LEVELS = ("debug", "info", "warning", "error")
 _ORDINARY = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
@@ -40,23 +33,12 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, default=str, ensure_ascii=False)
 
 
-def configure(setting: str | None = None, stream: TextIO | None = None) -> None:
-    """Log to `stream` (standard error) as `setting` says, by default KVSTORE_LOG, else warnings as text.
-
-    A second call takes the place of the first. Raises InvalidRequestError for a setting that is not understood.
-    """
-    chosen = os.environ.get(VARIABLE, "warning") if setting is None else setting
-    kind, _, level = chosen.rpartition(":")
-    if level == "json" and not kind:
-        kind, level = "json", "info"
-    if level not in _LEVELS or kind not in ("", "text", "json"):
-        raise InvalidRequestError(
-            f"{VARIABLE}={chosen!r} is not understood; give {', '.join(_LEVELS)}, json, or json:debug and the like"
-        )
+def configure(level: LogLevel, form: LogFormat, stream: TextIO | None = None) -> None:
+    """Log to `stream` (standard error) what is at least this serious. A second call takes the place of the first."""
     handler = logging.StreamHandler(stream if stream is not None else sys.stderr)
     handler.setFormatter(
         JsonLines()
-        if kind == "json"
+        if form == "json"
         else logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
     )
     handler.set_name("kvstore")

@@ -11,6 +11,7 @@ import msgspec
 from .directory import DataDirectory
 from .prefetching import Prefetching
 from .profile import Profile
+from .put_later import LaterPuts
 from .reuse import Verdict
 from .tiers import Tiers
 from .write_behind import WriteBehind
@@ -32,10 +33,12 @@ class OpenDirectory:
         self.verdicts = {} if self.directory is None else _verdicts(self.directory)
         self.worker = WriteBehind(self.tiers)
         self.pool = ThreadPoolExecutor(_IO_THREADS, thread_name_prefix="kvstore-load")
+        self.later = LaterPuts()
         self.prefetching = Prefetching(self.tiers)
 
     def close(self) -> None:
-        """Write what waits, seal the index, give the directory up. The first close counts."""
+        """Put and write what waits, seal the index, give the directory up. The first close counts."""
+        self.later.close()
         with self.tiers.lock:
             if self.tiers.closed:
                 return

@@ -1,13 +1,14 @@
 """An engine and a store together: generation that reuses what is held and keeps what is new.
 
 Time to first token (TTFT) runs from the prompt's token ids to the first generated token: look-up, lease and load
-included. Storing happens after the answer, in the shadow of nothing that anyone waits for.
+included. The prompt is stored while the answer is decoded, the answer after it.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 
 import msgspec
 import numpy as np
@@ -23,6 +24,7 @@ from .explain import Explanation
 from .identity import Identity
 from .layout import Layout
 from .prefill import Prefilled, prefill
+from .put import PutResult
 from .reuse import Policy
 
 
@@ -101,11 +103,13 @@ class Session:
         engine = self._engine
         started = time.perf_counter()
         kv = engine.allocate(len(prompt) + max_new)
+        storing: list[Future[PutResult]] = []
         try:
             return self._answer(
-                prompt, max_new, kv, started, choose or Sampler(), stop, boundaries, on_token, keep
+                prompt, max_new, kv, started, choose or Sampler(), stop, boundaries, on_token, keep, storing
             )
         finally:
+            wait(storing)  # a thread may still be reading the KV
             engine.recycle(kv)
 
     def explain(
@@ -138,6 +142,7 @@ class Session:
         boundaries: Sequence[int],
         on_token: Callable[[int], None] | None,
         keep: bool,
+        storing: list[Future[PutResult]],
     ) -> Generation:
         engine = self._engine
         padding_before = engine.statistics.padding
@@ -149,7 +154,10 @@ class Session:
         answer: list[int] = []
         stopped = False
         for token in engine.decode(done.logits, kv, len(prompt), choose):
-            ttft = ttft or time.perf_counter() - started
+            if not ttft:
+                ttft = time.perf_counter() - started
+                if self._store is not None and keep:
+                    storing += _keep_prompt(self._store, prompt, kv, done)
             if stopped := token in stop:
                 break
             answer.append(token)
@@ -158,6 +166,8 @@ class Session:
             if len(answer) == max_new:
                 break
         if self._store is not None and keep:
+            for each in storing:
+                each.result()
             computed = answer if stopped else answer[:-1]  # KV of the last token taken was never computed
             _keep(self._store, np.concatenate([prompt, np.array(computed, dtype=np.int32)]), kv, done)
         return Generation(
@@ -179,6 +189,16 @@ class Session:
 
 def _without_store(logits: NDArray[np.float32], tokens: int) -> Prefilled:
     return Prefilled(logits, 0, 0, 0, tokens, {"hot": 0, "warm": 0, "cold": 0}, 0, 0.0, tokens)
+
+
+def _keep_prompt(
+    store: Store, prompt: NDArray[np.int32], kv: KvAllocation, done: Prefilled
+) -> list[Future[PutResult]]:
+    """Begin to store the whole blocks of exact KV while the answer is decoded; its end goes with the answer."""
+    whole = done.exact_until // store.block_tokens * store.block_tokens
+    if whole <= done.prefix or store.capabilities.reuse == "exact":
+        return []
+    return [store.put_later(prompt[:whole], kv)]
 
 
 def _keep(store: Store, tokens: NDArray[np.int32], kv: KvAllocation, done: Prefilled) -> None:

@@ -48,7 +48,7 @@ def snapshot(shared: OpenDirectory) -> Snapshot:
     stages = tiers.timings.look()
     with tiers.lock:
         tiers.reap()
-        stats = collect(tiers, shared.worker, None, shared.verdicts, shared.prefetching.usefulness())
+        stats = collect(tiers, None, shared.verdicts, shared.prefetching.usefulness())
         prefixes = tiers.recent.hottest(_PREFIXES)
     return Snapshot(
         at=time.time(),

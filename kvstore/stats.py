@@ -15,7 +15,6 @@ from .reuse import Measurement, Policy, Verdict, named
 if TYPE_CHECKING:
     from .namespace import Namespace
     from .tiers import Tiers
-    from .write_behind import WriteBehind
 
 
 class TierStats(msgspec.Struct, frozen=True):
@@ -71,7 +70,6 @@ class Stats(msgspec.Struct, frozen=True):
 
 def collect(
     tiers: Tiers,
-    worker: WriteBehind,
     namespace: Namespace | None,
     verdicts: Mapping[bytes, Verdict],
     ahead: Usefulness,

@@ -17,6 +17,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Literal
 
@@ -159,7 +160,9 @@ class KVStore:
             self._tiers.acquire(blocks, used=True)
             for run in runs:
                 self._tiers.acquire(own_blocks(run.blocks), used=True)
-            self._shared.prefetching.used([*blocks, *(block for run in runs for block in own_blocks(run.blocks))])
+            self._shared.prefetching.used(
+                [*blocks, *(block for run in runs for block in own_blocks(run.blocks))]
+            )
             return StoreLease(self._shared, self._namespace, blocks, length, runs, whole=self._exact)
 
     def find(self, tokens: ArrayLike, *, moved: bool = False, boundaries: Sequence[int] = ()) -> Lease:
@@ -207,6 +210,24 @@ class KVStore:
         incoming = Incoming(self._tiers, self._namespace, kv, start, slots, wait)
         with self._tiers.timings.stage("put"):
             return incoming.prefix(ids, path, held, self._key_seed(ids))
+
+    def put_later(
+        self,
+        tokens: ArrayLike,
+        kv: KvBuffer,
+        start: int = 0,
+        slots: NDArray[np.int64] | None = None,
+    ) -> Future[PutResult]:
+        """As `put`, by a thread of the store, in the shadow of what the caller does next; returns at once.
+
+        Until the future is done the rows given must stay as they are; others of the buffer may change, so an engine
+        puts its prompt while it decodes. `close` waits for it. Raises what `put` raises of its arguments.
+        """
+        ids = checked_tokens(tokens)
+        check_start(start, ids)
+        check_buffer(kv, self.layout, len(ids) - start, slots)
+        self._open()
+        return self._shared.later.put(self, ids, kv, start, slots)
 
     def put_inexact(
         self,
@@ -422,9 +443,7 @@ class KVStore:
         """Budgets and use of each tier, counters, and why things were refused or missed."""
         with self._lock():
             ahead = self._shared.prefetching.usefulness()
-            return collect(
-                self._tiers, self._shared.worker, self._namespace, self._shared.verdicts, ahead
-            )
+            return collect(self._tiers, self._namespace, self._shared.verdicts, ahead)
 
     def snapshot(self) -> Snapshot:
         """What happens in the whole directory just now, as `kvstore top` and metrics show it."""

@@ -28,7 +28,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.prefetch.admission import Admission
-from kvstore.prefetch.eviction import POLICIES
 from kvstore.prefetch.load_or_recompute import Throughput
 
 from .appraisal import Appraisal
@@ -39,6 +38,7 @@ from .directory import DataDirectory
 from .errors import DirectoryUnusableError
 from .memory import MemoryTier
 from .namespace import Namespace
+from .orders import NAMES, Orders
 from .pins import Pins
 from .profile import Profile
 from .recent import RecentPrefixes
@@ -50,7 +50,6 @@ from .unwritten import Unwritten
 
 log = logging.getLogger(__name__)
 
-NOT_WORTH_A_WRITE = "not worth a write to flash"
 _SHARED_SHARE = 4  # this part of the smallest tier is the most that shared beginnings may hold
 _UNDECIDED_SHARE = 0.75  # of warm memory, at most, may wait to be decided on
 _PINNED_SHARE = 2  # this part of warm memory, and of flash, is the most that pins may hold
@@ -83,10 +82,10 @@ class Tiers:
         self.used_at = time.time()
         """When a request used anything."""
         self._aside = 0  # records of dropped blocks that wait for a lease to end
-        self.admission = Admission(profile.cold_bytes_per_day)
-        self.unwritten = Unwritten()
-        self._appraisal = Appraisal(profile.device, self.flash)
-        self._order = {name: POLICIES[profile.eviction](1) for name in ("hot", "warm", "cold")}
+        appraisal = Appraisal(profile.device, self.flash)
+        admission = Admission(profile.cold_bytes_per_day)
+        self.unwritten = Unwritten(appraisal, admission, self._written_today, self.refusals)
+        self._orders = Orders(profile.eviction, appraisal)
         budgets = [each for each in (profile.hot_bytes, profile.warm_bytes, profile.cold_bytes) if each]
         self._beginnings = SharedBeginnings(min(budgets, default=0) // _SHARED_SHARE)
         self._next_number = 0
@@ -124,8 +123,7 @@ class Tiers:
         """The blocks of a namespace have a size from now on: tell the policies how many of them the tiers hold."""
         nbytes = namespace.layout.block_bytes(self.profile.block_tokens)
         totals = {"hot": self.hot.total, "warm": self.warm.total, "cold": self.profile.cold_bytes}
-        for name, order in self._order.items():
-            order.room = max(1, totals[name] // max(1, nbytes))
+        self._orders.expect({name: total // max(1, nbytes) for name, total in totals.items()})
         for block in namespace.by_key.values():
             if len(block.behind) >= PARTED:
                 self._beginnings.consider(namespace.path(block))
@@ -172,7 +170,7 @@ class Tiers:
 
     def held(self, name: str) -> int:
         """How many blocks lie in the tier `name`."""
-        return len(self._order[name]) + (self._aside if name == "cold" else 0)
+        return self._orders.count(name) + (self._aside if name == "cold" else 0)
 
     # -- adding and dropping ------------------------------------------------------------------------------------
 
@@ -182,7 +180,7 @@ class Tiers:
             return None
         self.reap()
         while (extent := self.warm.allocate(nbytes)) is None:
-            victim = self._order["warm"].victim(self._may_leave_memory)
+            victim = self._orders.victim("warm", self._may_leave_memory)
             if victim is not None:
                 self._leave_memory(self.blocks[victim])
             elif not self._decide_until_one_may_go():
@@ -199,7 +197,7 @@ class Tiers:
             return number not in spared and self._may_leave_memory(number)
 
         while (extent := self.warm.allocate(block.nbytes)) is None:
-            victim = self._order["warm"].victim(may_leave)
+            victim = self._orders.victim("warm", may_leave)
             if victim is None:
                 return None
             self._leave_memory(self.blocks[victim])
@@ -207,21 +205,15 @@ class Tiers:
 
     def new_in_memory(self, block: Block) -> None:
         """A block was put. When it fills what may be undecided, others are decided on, ahead of need."""
-        if self.cold is None:
-            return
-        self.unwritten.add(block)
-        self.decide_ahead()
+        if self.cold is not None:
+            self.unwritten.put(block)
+            self.decide(self.warm.total * _UNDECIDED_SHARE)
 
-    def decide_ahead(self) -> None:
-        """Keep the part of warm memory bounded that can neither leave nor is on its way to flash."""
-        limit = self.warm.total * _UNDECIDED_SHARE
-        while self.unwritten.undecided_bytes > limit and (block := self.unwritten.oldest()) is not None:
-            self._decide(block)
-
-    def decide_all(self) -> None:
-        """There is time to write: have all decided on that waits for it. What is refused may still be used again."""
-        while (block := self.unwritten.oldest()) is not None:
-            self._decide(block)
+    def decide(self, most: float = 0) -> None:
+        """Have decided on what is to be written, until at most `most` bytes of memory wait for that."""
+        for block in self.unwritten.decide(most):
+            if block.waiting:
+                self.changed.notify_all()
 
     def add(self, block: Block) -> Block | None:
         """Make a complete block findable; the block that stands for its tokens now.
@@ -242,7 +234,7 @@ class Tiers:
         for double in namespace.adopt_orphans(block):
             self._discard(double)
         for child in namespace.children(block):
-            self._hang(child)
+            self._orders.changed(child)
         return block
 
     def drop(self, block: Block) -> None:
@@ -260,7 +252,7 @@ class Tiers:
             residence.tier.release(residence.extent)
             return
         block.memory = residence
-        self._insert(block, residence.tier.name)
+        self._orders.insert(residence.tier.name, block)
         self.leased[residence.tier.name] += block.leases > 0
 
     def give_back(self, residence: Residence) -> None:
@@ -311,7 +303,7 @@ class Tiers:
             self.cold.quarantine(block.key, block.cold_bytes, error.reason)
             block.cold_bytes = 0
             self.leased["cold"] -= block.leases > 0
-            self._order["cold"].remove(block.number)
+            self._orders.remove("cold", block)
         self.drop(block)
 
     def reserve_cold(self, nbytes: int, incoming: Block | None = None) -> int | None:
@@ -322,14 +314,12 @@ class Tiers:
         assert self.cold is not None
         if nbytes > self.cold.total:
             return None
-        facts = None
-        if incoming is not None:
-            facts = self._appraisal.facts(incoming, "cold")._replace(nbytes=nbytes)
         while (size := self.cold.reserve(nbytes)) is None:
-            victim = self._order["cold"].victim(self._may_leave_cold, facts)
+            if incoming is None:
+                victim = self._orders.victim("cold", self._may_leave_cold)
+            else:
+                victim = self._orders.victim_for("cold", self._may_leave_cold, incoming, nbytes)
             if victim is None:
-                if facts is not None:
-                    self._order["cold"].passed(facts)
                 return None
             self._leave_cold(self.blocks[victim])
         return size
@@ -341,8 +331,8 @@ class Tiers:
             self.cold.remove(block.key, size)
             return
         block.cold_bytes = size
-        self._insert(block, "cold")
-        self._reappraise(block)
+        self._orders.insert("cold", block)
+        self._orders.changed(block)
         self.leased["cold"] += block.leases > 0
         if block.tail is not None:
             self._discard(block.tail)
@@ -381,8 +371,9 @@ class Tiers:
                 victim = (
                     None
                     if extent
-                    else self._order["hot"].victim(
-                        lambda number: not (self.blocks[number].leases or self._stays(self.blocks[number]))
+                    else self._orders.victim(
+                        "hot",
+                        lambda number: not (self.blocks[number].leases or self._stays(self.blocks[number])),
                     )
                 )
             if extent is not None:
@@ -463,7 +454,7 @@ class Tiers:
             for name in [*tiers, *(["cold"] if block.cold_bytes else [])]:
                 held[name] += 1
                 leased[name] += block.leases > 0
-        for name in self._order:
+        for name in NAMES:
             if (held[name], leased[name]) != (self.held(name), self.leased[name]):
                 raise AssertionError(
                     f"{name}: {held[name]} blocks, {leased[name]} of them leased; counted are {self.held(name)} "
@@ -504,23 +495,19 @@ class Tiers:
             blocks.append(block)
         for block in sorted(blocks, key=lambda block: (block.last_use, -block.start)):
             if block.number in self.blocks:
-                self._insert(block, "cold")
+                self._orders.insert("cold", block)
         while cold.free < 0:  # the budget was lowered
-            victim = self._order["cold"].victim(self._may_leave_cold)
+            victim = self._orders.victim("cold", self._may_leave_cold)
             if victim is None:
                 break
             self._leave_cold(self.blocks[victim])
         cold.rows = {}
 
     def _register(self, block: Block) -> None:
-        """A block that was put is used by that, and by who put it before it was dropped: the policy remembers."""
         self.blocks[block.number] = block
         if block.memory is not None:
             self.used_at = block.last_use
-            name = block.memory.tier.name
-            facts = self._appraisal.facts(block, name)
-            self._order[name].insert(block.number, facts._replace(last_use=None))
-            self.admission.used(self._appraisal.use(block), missed=True)
+            self._orders.insert_new(block.memory.tier.name, block)
 
     def _use(self, blocks: Sequence[Block]) -> None:
         """A request reads these blocks, root first."""
@@ -528,33 +515,13 @@ class Tiers:
         for block in blocks:
             block.hits += 1
             block.last_use = now
-            if self.cold is None:
-                continue
-            self.admission.used(self._appraisal.use(block), missed=False)
-            if block.memory is not None and not block.cold_bytes and not block.doomed:
-                self.unwritten.add(block)
+            if self.cold is not None:
+                self.unwritten.use(block)
         self.recent.used(blocks)
-        path = [block.number for block in blocks]
-        for order in self._order.values():
-            order.touch(path)
+        self._orders.use(blocks)
 
-    def _insert(self, block: Block, tier: str) -> None:
-        self._order[tier].insert(block.number, self._appraisal.facts(block, tier))
-
-    def _reappraise(self, block: Block) -> None:
-        """A block in memory is worth another price since flash has it, or has it no more."""
-        if block.memory is not None:
-            self._update(block, block.memory.tier.name)
-
-    def _hang(self, child: Block) -> None:
-        """A block has a parent again."""
-        self._reappraise(child)
-        if child.cold_bytes:
-            self._update(child, "cold")
-
-    def _update(self, block: Block, tier: str) -> None:
-        facts = self._appraisal.facts(block, tier)
-        self._order[tier].update(block.number, facts.parent, facts.nbytes, facts.saved)
+    def _written_today(self) -> int:
+        return 0 if self.cold is None else self.cold.writes.spent
 
     def _follow(self, block: Block, replaced: Block | None) -> Block | None:
         """A block is new: it goes on with a conversation, or begins one; the block behind which prompts part."""
@@ -572,27 +539,11 @@ class Tiers:
         above.behind = (*before, block.key)
         return above if len(above.behind) >= PARTED else None
 
-    def _decide(self, block: Block) -> None:
-        """Have an undecided block written, and what precedes it with it; or let it go when memory needs the room."""
-        assert self.cold is not None
-        if not self.admission.admits(self._appraisal.use(block), self.cold.writes.spent):
-            self.unwritten.refuse(block)
-            self.refusals[NOT_WORTH_A_WRITE] += 1
-            return
-        path = list[Block]()
-        at: Block | None = block
-        while at is not None and at.memory is not None and not (at.cold_bytes or at.waiting):
-            path.append(at)
-            at = at.namespace.parent(at)
-        self.unwritten.write(reversed(path))
-        self.admission.wrote(len(path))
-        self.changed.notify_all()
-
     def _decide_until_one_may_go(self) -> bool:
         """Whether a block may leave memory now that it was decided on; the first that is written ends the search."""
-        while (block := self.unwritten.oldest()) is not None:
-            self._decide(block)
+        for block in self.unwritten.decide():
             if block.waiting:
+                self.changed.notify_all()
                 return False
             if self._may_leave_memory(block.number):
                 return True
@@ -619,7 +570,7 @@ class Tiers:
         if block.leases == 0:
             self._free(block)
         elif block.cold_bytes and self.cold is not None:
-            self._order["cold"].remove(block.number)
+            self._orders.remove("cold", block)
             block.aside = True
             self._aside += 1
             self.cold.set_aside(block.key, block.number)
@@ -628,11 +579,11 @@ class Tiers:
         """Give back all that a block occupies."""
         self.unwritten.remove(block)
         if block.memory is not None:
-            self._order[block.memory.tier.name].remove(block.number)
+            self._orders.remove(block.memory.tier.name, block)
             block.memory.tier.release(block.memory.extent)
             block.memory = None
         if block.cold_bytes and self.cold is not None:
-            self._order["cold"].remove(block.number)
+            self._orders.remove("cold", block)
             if block.aside:
                 self.cold.remove_aside(block.number, block.cold_bytes)
                 self._aside -= 1
@@ -659,7 +610,7 @@ class Tiers:
             if tail is not None and tail.number in self.blocks and block.namespace.add(tail)[0] is not tail:
                 self._discard(tail)
             return
-        self._order[block.memory.tier.name].remove(block.number)
+        self._orders.remove(block.memory.tier.name, block)
         block.memory.tier.release(block.memory.extent)
         block.memory = None
 
@@ -670,13 +621,13 @@ class Tiers:
     def _leave_cold(self, block: Block) -> None:
         assert self.cold is not None
         self.counts["evicted_cold"] += 1
-        self._order["cold"].remove(block.number)
+        self._orders.remove("cold", block)
         self.cold.remove(block.key, block.cold_bytes)
         block.cold_bytes = 0
         if block.memory is None:
             self.drop(block)
         else:
-            self._reappraise(block)
+            self._orders.changed(block)
 
     def _only_ours(self, block: Block) -> bool:
         return block.leases == 1 and not block.doomed
@@ -695,10 +646,10 @@ class Tiers:
         with self.lock:
             moved = self._only_ours(block)
             if moved:
-                self._order[old.tier.name].remove(block.number)
+                self._orders.remove(old.tier.name, block)
                 old.tier.release(old.extent)
                 block.memory = room
-                self._insert(block, room.tier.name)
+                self._orders.insert(room.tier.name, block)
                 self.leased[old.tier.name] -= 1
                 self.leased[room.tier.name] += 1
                 self.counts[f"moved_{old.tier.name}_{room.tier.name}"] += 1

@@ -6,11 +6,16 @@ says whether it is written, and with it what precedes it, or may be dropped. `fl
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
+from kvstore.prefetch.admission import Admission
+
+from .appraisal import Appraisal
 from .block import Block
+
+NOT_WORTH_A_WRITE = "not worth a write to flash"
 
 
 class Write(NamedTuple):
@@ -21,12 +26,21 @@ class Write(NamedTuple):
 
 
 class Unwritten:
-    """Called under the store's lock."""
+    """Called under the store's lock.
 
-    def __init__(self) -> None:
+    refusals: counts what admission refuses. spent(): bytes that were written to flash today.
+    """
+
+    def __init__(
+        self, appraisal: Appraisal, admission: Admission, spent: Callable[[], int], refusals: Counter[str]
+    ) -> None:
+        self.admission = admission
         self.queue: deque[Write] = deque()
-        self.undecided_bytes = 0
+        self._appraisal = appraisal
+        self._spent = spent
+        self._refusals = refusals
         self._undecided: OrderedDict[int, Block] = OrderedDict()  # what was used longest ago comes first
+        self._undecided_bytes = 0
         self._refused: dict[int, Block] = {}
 
     def __len__(self) -> int:
@@ -36,12 +50,36 @@ class Unwritten:
     def is_undecided(self, block: Block) -> bool:
         return block.number in self._undecided
 
-    def oldest(self) -> Block | None:
-        """The undecided block that was used longest ago."""
-        return next(iter(self._undecided.values()), None)
+    def put(self, block: Block) -> None:
+        """A block is new: it was asked for, and memory did not hold it."""
+        self.admission.used(self._appraisal.use(block), missed=True)
+        self._to_be_decided(block)
 
-    def add(self, block: Block) -> None:
-        """A block is new, or was used: it is to be decided on, after all others."""
+    def use(self, block: Block) -> None:
+        """A held block is used. If only memory holds it, it is decided on anew, after all others."""
+        self.admission.used(self._appraisal.use(block), missed=False)
+        if block.memory is not None and not (block.cold_bytes or block.doomed):
+            self._to_be_decided(block)
+
+    def decide(self, most: float = 0) -> Iterator[Block]:
+        """Decide on one block after the other, what was used longest ago first, while more than `most` bytes wait.
+
+        What is admitted is queued, and before it what precedes it and is not on flash either; the rest may be dropped
+        when memory needs the room.
+        """
+        while self._undecided and self._undecided_bytes > most:
+            block = next(iter(self._undecided.values()))
+            self.remove(block)
+            if self.admission.admits(self._appraisal.use(block), self._spent()):
+                path = _unwritten_path(block)
+                self.write(path)
+                self.admission.wrote(len(path))
+            else:
+                self.refuse(block)
+                self._refusals[NOT_WORTH_A_WRITE] += 1
+            yield block
+
+    def _to_be_decided(self, block: Block) -> None:
         if block.waiting:
             return
         if block.number in self._undecided:
@@ -49,7 +87,7 @@ class Unwritten:
             return
         self._refused.pop(block.number, None)
         self._undecided[block.number] = block
-        self.undecided_bytes += block.nbytes
+        self._undecided_bytes += block.nbytes
 
     def refuse(self, block: Block) -> None:
         """A block is not written unless it is used again, or its user asks for that."""
@@ -74,4 +112,14 @@ class Unwritten:
         """A block is on flash, or gone."""
         self._refused.pop(block.number, None)
         if self._undecided.pop(block.number, None) is not None:
-            self.undecided_bytes -= block.nbytes
+            self._undecided_bytes -= block.nbytes
+
+
+def _unwritten_path(block: Block) -> list[Block]:
+    """A block and those before it, the first one first, back to one that is on flash or on its way."""
+    path = []
+    at: Block | None = block
+    while at is not None and at.memory is not None and not (at.cold_bytes or at.waiting):
+        path.append(at)
+        at = at.namespace.parent(at)
+    return path[::-1]

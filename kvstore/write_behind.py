@@ -95,7 +95,7 @@ class WriteBehind:
                 queue = tiers.unwritten.queue
                 if not tiers.changed.wait_for(self._has_work, _IDLE):
                     if time.time() - tiers.used_at >= _IDLE:
-                        tiers.decide_all()
+                        tiers.decide()
                     continue
                 flushes, self._flushes = self._flushes, []
                 promotions, settling = list[Block](), list[Future[None]]()

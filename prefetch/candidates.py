@@ -100,17 +100,17 @@ class Read(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A block with its chance to be needed. `paid`: it was read before, and now only takes room."""
+    """A block with its chance to be needed. `price` of a second of reading: 0 when it was read before."""
 
     block: int
     chance: float
     read: Read
-    paid: bool = False
+    price: float = PRICE
 
     @property
     def value(self) -> float:
         """Seconds gained by having it in memory; below 0 when it is better left on flash."""
-        return self.chance * self.read.saved - (0.0 if self.paid else PRICE * self.read.seconds)
+        return self.chance * self.read.saved - self.price * self.read.seconds
 
     @property
     def density(self) -> float:

@@ -63,11 +63,9 @@ def serve(
     }
     loaded = load(config, flags)
     device = loaded.device()
-    from kvstore import daemon
+    from kvstore import daemon, logs
 
-    from .logs import log_to_stderr
-
-    log_to_stderr(loaded.settings.log_level, loaded.settings.log_format)
+    logs.configure(loaded.settings.log_level, loaded.settings.log_format)
     loaded.directory.parent.mkdir(parents=True, exist_ok=True)
     daemon.serve(loaded.directory, device, loaded.socket, loaded.settings.http or None)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, TypeVar
@@ -34,6 +35,7 @@ from kvstore.pipeline.schedule import CallCosts
 from kvstore.presence import Presence
 from kvstore.profile import CPU, Profile
 from kvstore.put import PutResult
+from kvstore.put_later import LaterPuts
 from kvstore.reuse import NOT_MEASURED, Policy, Verdict
 from kvstore.semantics import Neighbour, TextOfTokens
 from kvstore.snapshot import Snapshot
@@ -57,6 +59,7 @@ class RemoteStore:
 
     def __init__(self, link: Link, identity: Identity) -> None:
         self._link = link
+        self._later = LaterPuts()
         self.identity = identity
         self.layout = identity.layout
         self.capabilities = capabilities(identity.layout)
@@ -176,6 +179,18 @@ class RemoteStore:
             lambda store: store.put(ids, kv, start, slots, wait=wait),
             PutResult(0, 0, len(ids) - start, _AWAY),
         )
+
+    def put_later(
+        self,
+        tokens: ArrayLike,
+        kv: KvBuffer,
+        start: int = 0,
+        slots: NDArray[np.int64] | None = None,
+    ) -> Future[PutResult]:
+        ids = checked_tokens(tokens)
+        check_start(start, ids)
+        check_buffer(kv, self.layout, len(ids) - start, slots)
+        return self._later.put(self, ids, kv, start, slots)
 
     def _guess(self, ids: NDArray[np.int32]) -> int | None:
         """How much of `ids` is held, by the last look-up; None when it was about something else."""
@@ -396,7 +411,8 @@ class RemoteStore:
         self._ask(lambda channel, _: channel.call(wire.Check, wire.Done))
 
     def close(self) -> None:
-        """Of all views, the first close counts."""
+        """Of all views, the first close counts. Waits for puts of this one."""
+        self._later.close()
         self._link.close()
 
     def __enter__(self) -> Self:

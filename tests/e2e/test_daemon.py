@@ -70,9 +70,12 @@ def test_answers_and_reuse_are_those_of_an_embedded_store(
                         done.moved,
                     )
                 found.append((done.tokens, done.moved, done.recomputed, done.computed))
-            assert found[0][0] == found[1][0]
             if tier == "near":
                 assert found[0] == found[1]
+            elif (
+                policy == "exact" or found[0][1:] == found[1][1:]
+            ):  # else each flash decided for another reuse
+                assert found[0][0] == found[1][0]
         counted = remote.stats().counts
         assert counted["requests"] == 5
         assert counted["tokens_computed"] < sum(map(len, _prompts(engine)))

@@ -16,7 +16,7 @@ from kvstore.prefetch.policy import Facts
 from kvstore.profile import Profile
 from kvstore.shared_beginnings import PARTED
 from kvstore.store import KVStore, open_store
-from kvstore.tiers import NOT_WORTH_A_WRITE
+from kvstore.unwritten import NOT_WORTH_A_WRITE
 from tests.known_kv import identity, load, prompt, put, small_profile
 from tests.kvstore.test_store_machine import TIGHT, Histories
 
@@ -163,7 +163,7 @@ def taught(store: KVStore) -> None:
     now = time.time()
     for number in range(2000):
         past = Facts(fresh=4, name=number, last_use=now - 7200 + 3 * number)
-        store._tiers.admission.used(past, missed=True)
+        store._tiers.unwritten.admission.used(past, missed=True)
 
 
 def test_new_blocks_wait_in_memory_and_close_writes_them(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvstore.block import block_key
-from kvstore.errors import StoreClosedError
+from kvstore.errors import BufferTooSmallError, StoreClosedError
 from kvstore.identity import Adapter
 from kvstore.layout import LayerLayout, Layout
 from kvstore.pipeline.rope import DynamicNtk, Rope
@@ -80,6 +80,33 @@ def test_a_second_put_of_the_same_tokens_stores_nothing(store: KVStore) -> None:
     result = put(store, tokens)
     assert (result.stored, result.held, result.refused) == (0, 50, 0)
     assert store.stats().warm.used == used
+
+
+def test_a_put_in_the_shadow_of_something_else(store: KVStore) -> None:
+    tokens = prompt(1, 50)
+    kv = known_kv(tokens, store.identity, slots=60)
+    later = store.put_later(tokens[:40], kv)
+    for keys, values in zip(kv.keys, kv.values, strict=True):  # an engine decodes meanwhile
+        assert keys is not None
+        assert values is not None
+        keys[:, 50:], values[:, 50:] = 1, 2
+    assert later.result(30).stored == 40
+    assert load(store, tokens) == 40
+    with pytest.raises(BufferTooSmallError):
+        store.put_later(prompt(1, 70), kv)
+
+
+def test_puts_that_wait_are_done_before_the_store_closes(tmp_path: Path) -> None:
+    with again(tmp_path) as store:
+        waiting = [
+            store.put_later(tokens, known_kv(tokens, store.identity))
+            for tokens in (prompt(number, 40) for number in range(8))
+        ]
+    assert sum(each.result(0).stored for each in waiting) == 8 * 40
+    with again(tmp_path) as store:
+        assert all(load(store, prompt(number, 40)) == 40 for number in range(8))
+    with pytest.raises(StoreClosedError):
+        store.put_later(prompt(1, 40), known_kv(prompt(1, 40), store.identity))
 
 
 def test_a_hit_leaves_the_entry_in_place(store: KVStore) -> None:

@@ -17,7 +17,9 @@ signs = st.builds(
     st.integers(0, 9),
 )
 reads = st.builds(Read, st.integers(1, 50), st.integers(1, 50), st.floats(0.001, 1), st.floats(0, 1))
-candidates = st.lists(st.builds(Candidate, st.integers(), st.floats(0, 1), reads, st.booleans()), max_size=9)
+candidates = st.lists(
+    st.builds(Candidate, st.integers(), st.floats(0, 1), reads, st.floats(0, 1)), max_size=9
+)
 
 
 def test_a_sign_that_is_always_right_becomes_certain_and_one_that_never_is_becomes_worthless() -> None:
@@ -69,7 +71,7 @@ def test_a_read_that_is_worth_less_than_its_price_is_not_made() -> None:
     read = Read(10, 10, seconds=1.0, saved=1.0)
     assert choose([Candidate(1, PRICE - 0.01, read)], 100) == []
     assert choose([Candidate(1, PRICE + 0.01, read)], 100) != []
-    assert choose([Candidate(1, PRICE - 0.01, read, paid=True)], 100) != [], "it was read: only room counts"
+    assert choose([Candidate(1, PRICE - 0.01, read, price=0)], 100) != [], "it was read: only room counts"
 
 
 def test_equals_keep_their_order_so_the_beginning_of_a_prefix_comes_first() -> None:

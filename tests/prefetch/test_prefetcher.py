@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import count
 
 import pytest
 from hypothesis import settings
@@ -134,6 +135,29 @@ def test_a_source_that_is_always_wrong_is_no_longer_read() -> None:
         last = shelf.read_all()
         shelf.use([900 + turn])
     assert last == []
+
+
+def test_waste_makes_reading_dearer_until_something_useful_is_read() -> None:
+    shelf = Shelf(10_000, range(10_000))
+    seldom, sure = Sign("near", 0, 9), Sign("tokens")
+    blocks = count(step=4)
+
+    def ask(sign: Sign, used: int) -> list[int]:
+        first = next(blocks)
+        shelf.prefetcher.hint(None, [(first + at, sign) for at in range(4)])
+        read = shelf.read_all()
+        shelf.use([first + at for at in range(used)])
+        shelf.memory.clear()
+        return read
+
+    for _ in range(150):
+        last = ask(seldom, 1)
+    assert last == [], "a quarter is above the price, but three quarters are wasted"
+    for _ in range(150):
+        last = ask(sure, 4)
+        ask(seldom, 1)
+    assert len(last) == 4
+    assert ask(seldom, 1) != []
 
 
 def test_what_followed_before_is_read_without_a_hint() -> None:

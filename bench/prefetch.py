@@ -413,7 +413,7 @@ def _delay(report: Report, phone: Phone, count: int, progress: Progress) -> None
     store, rng = phone.store, random.Random(8)
     took: dict[str, list[float]] = {"alone": [], "beside": []}
     blocked: dict[str, list[float]] = {"alone": [], "beside": []}
-    buffer = empty(1024, store.layout)
+    buffer = empty(store.block_tokens, store.layout)
     busy = 0
     for turn in progress.track(range(2 * count), description="delay"):
         mode = ("alone", "beside")[turn % 2]
@@ -426,7 +426,7 @@ def _delay(report: Report, phone: Phone, count: int, progress: Progress) -> None
         busy += mode == "beside" and store._shared.prefetching._under_way
         started = time.perf_counter()
         blocked[mode].append(max(0.0, phone.flash._free_at - started))
-        with store.find(wanted) as lease:
+        with store.find(wanted[: store.block_tokens]) as lease:
             lease.load_into(buffer)
             took[mode].append(time.perf_counter() - started)
     table = report.table(

@@ -133,7 +133,7 @@ def _replay(trace: traces.Trace, mode: str, folder: Path, progress: Progress) ->
         there / max(1, held),
         near / max(1, far),
         left,
-        read / max(1, used),
+        read / used if used else float("inf" if read else "nan"),
         float(np.percentile(ahead, 99)),
     )
 

@@ -6,11 +6,11 @@ next request use? Several signs of one block count as independent, so its chance
 
 Reading ahead a block of b bytes is worth
 
-    value = chance * (load from flash - load from memory) - PRICE * load from flash
+    value = chance * (load from flash - load from memory) - price * load from flash
 
-seconds: what a request will not wait for, less what the read costs in energy. The chosen set is a knapsack: the most
-value in a budget of bytes. Blocks are small beside the budget, where taking them by value per byte is as good as the
-optimum less one block (Dantzig, Discrete-variable extremum problems, 1957).
+seconds: what a request will not wait for, less what the read costs in energy (`price` begins at PRICE). The chosen set
+is a knapsack: the most value in a budget of bytes. Blocks are small beside the budget, where taking them by value per
+byte is as good as the optimum less one block (Dantzig, Discrete-variable extremum problems, 1957).
 """
 
 from __future__ import annotations
@@ -19,11 +19,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 PRICE = 0.2
-"""What a second in which flash reads is worth, in seconds of waiting: so a chance below a fifth pays for no read.
-
-Of typed questions (`bench.prefetch`) four fifths of the passages are there in time then, for 2.3 times the bytes that
-are needed; at 0.15 some 85 %, for 2.9 times.
-"""
+"""What a second in which flash reads is worth, in seconds of waiting: so a chance below a fifth pays for no read."""
 
 _PRIOR_WEIGHT = 4.0  # observations that the first guess counts for
 _MEMORY = 64.0  # observations after which old ones count half

@@ -15,6 +15,7 @@ up half way.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence, Set
@@ -27,14 +28,15 @@ from .followers import Followers
 LASTS = 300.0
 """Seconds after which a hint that no request answered was wrong."""
 
-USEFUL = 0.43
-"""Of the bytes that are read ahead for a request, it should use this share in the mean, else reading gets dearer.
+USEFUL = 0.355
+"""Share of the bytes read ahead that requests are to use. Where they use less reading gets dearer, where more, cheaper.
 
-So a bad source wastes no more than a good one. With it `bench.prefetch` reads 2.3 to 2.5 times the bytes needed.
+So a bad source wastes no more than a good one. With it `bench.prefetch` reads 2.2 to 2.5 times the bytes needed.
 """
 
-_REQUESTS = 32  # over which the mean is taken
-_DEAREST = 0.5  # a sure thing is read all the same, and makes reading cheaper again
+_STEP = 0.03  # by which share the price moves for a request that uses nothing of as much as is usually read
+_CHEAPEST, _DEAREST = 0.1, 0.5  # at the dearest a sure thing is read all the same, and brings the price down
+_REQUESTS = 20  # over which is learned what is usually read
 _HINTS = 16  # that are remembered at a time
 _SHOWN = 1024  # signs of one hint that are learned from
 _FOLLOWING = "what usually follows"  # key of the hint that comes from nobody
@@ -103,7 +105,8 @@ class Prefetcher:
         self._spare: list[int] = []  # waiting, and not in the best set: least worth first
         self._bytes = Usefulness()
         self._before = Usefulness()  # the last request
-        self._useful = USEFUL
+        self._price = PRICE
+        self._usual = 0.0  # bytes read for a request
 
     # -- what may be needed -----------------------------------------------------------------------------------------
 
@@ -272,13 +275,12 @@ class Prefetcher:
         for hint in self._hints.values():
             for block, all_ in hint.signs.items():
                 signs.setdefault(block, []).extend(all_)
-        price = min(_DEAREST, PRICE * max(1.0, USEFUL / max(self._useful, 1e-9)))
         here = [
             Candidate(block, self._chances.of_all(signs.get(block, ())), read, price=0.0)
             for block, read in self._waiting.items()
         ]
         far = [
-            Candidate(block, self._chances.of_all(all_), read, price)
+            Candidate(block, self._chances.of_all(all_), read, self._price)
             for block, all_ in signs.items()
             if block not in self._waiting and (read := self._read(block)) is not None
         ]
@@ -291,12 +293,14 @@ class Prefetcher:
         return self._plan
 
     def _see_what_was_useful(self) -> None:
-        """Of what was read for the request that came now."""
-        read = self._bytes.read - self._before.read
-        if read:
-            share = (self._bytes.used - self._before.used) / read
-            self._useful += (min(1.0, share) - self._useful) / _REQUESTS
+        """Of what was read for the request that came now: its price follows."""
+        read, used = self._bytes.read - self._before.read, self._bytes.used - self._before.used
         self._before = self._bytes
+        if not read:
+            return
+        self._usual = self._usual + (read - self._usual) / _REQUESTS if self._usual else float(read)
+        wasteful = (USEFUL * read - used) / (USEFUL * self._usual)
+        self._price = min(_DEAREST, max(_CHEAPEST, self._price * math.exp(_STEP * wasteful)))
 
     def _notice_losses(self) -> None:
         """Others may evict what was fetched ahead."""

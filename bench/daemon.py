@@ -28,7 +28,6 @@ from bench.daemon_clients import (
     Use,
     Work,
     cpu_seconds,
-    descriptors,
     memory_mib,
     run,
     shared_mib,
@@ -37,7 +36,7 @@ from bench.report import Report, arguments
 from kvstore.daemon.remote_store import RemoteStore, connect
 from kvstore.profile import MIB, Profile
 from kvstore.store import open_store
-from tests.daemon.running import Daemon, daemon
+from tests.daemon.running import Daemon, daemon, descriptors
 from tests.faults.killed_clients import kill_clients
 from tests.faults.killed_daemon import kill_daemon
 from tests.known_kv import empty, known_kv, prompt

@@ -173,7 +173,3 @@ def shared_mib(pid: int) -> float:
         if line.startswith("RssShmem"):
             return int(line.split()[1]) / 1024
     return 0.0
-
-
-def descriptors(pid: int) -> int:
-    return len(os.listdir(f"/proc/{pid}/fd"))

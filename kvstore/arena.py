@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -77,6 +78,11 @@ class Arena:
 
     def round_up(self, nbytes: int) -> int:
         return -(-nbytes // self._alignment) * self._alignment
+
+    @property
+    def free_runs(self) -> Sequence[tuple[int, int]]:
+        """(size, offset) of each."""
+        return self._by_size
 
     @property
     def free_bytes(self) -> int:

@@ -74,8 +74,8 @@ class Block:
     `start` is the position of its first token. `cold_bytes` is what it occupies on flash, 0 when it is not there.
     `exact` False: its KV was computed behind KV that was itself moved; it serves as a moved run, never as a prefix.
     `leases` counts who relies on it: while above 0 it is neither moved nor dropped. `doomed` blocks are no longer
-    findable and go when the last lease ends. `shared` counts the shared beginnings that it is a
-    part of, see `shared_beginnings`: it is not evicted.
+    findable and go when the last lease ends. `purged`: what it leaves in memory then is overwritten. `shared` counts
+    the shared beginnings that it is a part of, see `shared_beginnings`: it is not evicted.
     """
 
     number: int
@@ -90,6 +90,7 @@ class Block:
     cold_bytes: int = 0
     leases: int = 0
     doomed: bool = False
+    purged: bool = False
     tail: Block | None = None  # the block that this one replaced, kept while only that one is on flash
     aside: bool = False  # doomed, and its record waits under another name for the last lease to end
     waiting: bool = False  # queued for flash

@@ -77,13 +77,16 @@ class ColdTier:
     def free(self) -> int:
         return self.total - self.used
 
+    def room(self, nbytes: int) -> int:
+        """What a record of `nbytes` may occupy: a page more, since a file system may need one to say where it lies."""
+        return self._round_up(nbytes) + self._page + self._row_bytes
+
     def reserve(self, nbytes: int) -> int | None:
         """Set disk space for a record of `nbytes` aside; the reserved size, or None when there is no room.
 
-        A page more than that, since a file system may need one to say where a large file lies. Quarantined records
-        go first: they are of no use to a request.
+        Quarantined records go first: they are of no use to a request.
         """
-        size = self._round_up(nbytes) + self._page + self._row_bytes
+        size = self.room(nbytes)
         while self._quarantine and self.free < size:
             path = next(iter(self._quarantine))
             path.unlink(missing_ok=True)
@@ -183,6 +186,17 @@ class ColdTier:
         size = self._index.write(rows)
         self.bytes_written += size
         self.writes.give_back(most - size)
+
+    def forget_index(self, rows: Iterable[Row]) -> None:
+        """Leave only `rows` in the index; where it cannot be written, none: records speak for themselves then.
+
+        Raises OSError when the old one cannot be removed either.
+        """
+        try:
+            self.write_index(rows)
+        except OSError as error:
+            log.warning("%s; removed, the next opening reads the records themselves", error)
+            self._index.remove()
 
     def measure_overhead(self) -> None:
         """Look at what folders occupy; called after each group of records."""

@@ -72,6 +72,11 @@ class ColdIndex:
                 path.unlink(missing_ok=True)
         return target.stat().st_size
 
+    def remove(self) -> None:
+        """Leave no index. Raises OSError."""
+        for path in self._directory.iterdir():
+            path.unlink(missing_ok=True)
+
 
 def read(directory: Path) -> tuple[Opened, dict[bytes, Row]]:
     """Rows of the newest whole index; older ones are there only after a kill between two steps of `write`."""

@@ -76,6 +76,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     cold_bytes: int | None = None
     cold_bytes_per_day: int | None = None
     staging_bytes: int | None = None
+    tenant_memory_bytes: int | None = None
+    tenant_cold_bytes: int | None = None
     codec: Codec | None = None
     eviction: str | None = None
     device: str | None = None
@@ -88,11 +90,21 @@ _PROFILE_FIELDS = (
     "cold_bytes",
     "cold_bytes_per_day",
     "staging_bytes",
+    "tenant_memory_bytes",
+    "tenant_cold_bytes",
     "codec",
     "eviction",
     "device",
 )
-_BYTES = ("hot_bytes", "warm_bytes", "cold_bytes", "cold_bytes_per_day", "staging_bytes")
+_BYTES = (
+    "hot_bytes",
+    "warm_bytes",
+    "cold_bytes",
+    "cold_bytes_per_day",
+    "staging_bytes",
+    "tenant_memory_bytes",
+    "tenant_cold_bytes",
+)
 
 
 class Setting(msgspec.Struct, frozen=True):

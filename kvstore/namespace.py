@@ -38,6 +38,10 @@ class Namespace:
     def __init__(self, digest: bytes, block_tokens: int) -> None:
         self.digest = digest
         self.identity: Identity | None = None
+        self.tenant = b""
+        """The salt that its identity has; known before somebody opens it where the directory says so."""
+        self.flash_bytes = 0
+        """What its blocks occupy on flash."""
         self.layer_groups: tuple[range, ...] = ()
         self.semantics: Semantics | None = None
         self.recompute: Recompute | None = None
@@ -51,6 +55,7 @@ class Namespace:
     def open(self, identity: Identity, frame_bytes: int) -> None:
         """Make the blocks readable. A block is cut into as many layer groups as leave each `frame_bytes`."""
         self.identity = identity
+        self.tenant = identity.tenant_salt
         layout = identity.layout
         holding = sum(layer.holds_kv for layer in layout.layers)
         whole = layout.block_bytes(self.trie.block_tokens)

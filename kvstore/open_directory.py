@@ -20,12 +20,15 @@ _IO_THREADS = 2
 
 
 class OpenDirectory:
-    """`path` None keeps everything in memory. Raises as `store.open_store` does; the directory is as it was then."""
+    """`path` None keeps everything in memory. walled: tenants share no memory, see `memory`.
 
-    def __init__(self, path: Path | None, profile: Profile) -> None:
+    Raises as `store.open_store` does; the directory is as it was then.
+    """
+
+    def __init__(self, path: Path | None, profile: Profile, *, walled: bool = False) -> None:
         self.directory = None if path is None else DataDirectory(path, profile.block_tokens)
         try:
-            self.tiers = Tiers(profile, self.directory)
+            self.tiers = Tiers(profile, self.directory, walled=walled)
         except BaseException:
             if self.directory is not None:
                 self.directory.close()

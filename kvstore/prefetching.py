@@ -230,7 +230,7 @@ class Prefetching:
             for number in step.drop:
                 tiers.forget_memory(tiers.blocks[number])
             if step.demanded:
-                room = tiers.allocate_warm(block.nbytes)
+                room = tiers.allocate_warm(block.nbytes, block.namespace)
             else:
                 room = tiers.allocate_ahead(block, prefetcher.spared)
             if room is None:
@@ -257,7 +257,7 @@ class Prefetching:
                     tiers.settle(block, room)
                     prefetcher.arrived(nbytes)
                 else:
-                    tiers.give_back(room)
+                    tiers.give_back(room, wiped=block.purged)
                     prefetcher.stopped(nbytes, for_good=whole is None or block.doomed)
                 tiers.release([block])
                 self._changed.notify_all()

@@ -29,7 +29,9 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     `device` names what computing and loading cost, of `prefetch.cost.DEVICES`, as far as it is not measured.
     `frame_bytes` is the least size of one flash read: a block is cut into as many layer groups as leave each
     group of a full block at least that large.
-    `staging_bytes` is what all clients of a daemon together have for KV that they put.
+    `staging_bytes` is what all clients of a daemon together have for KV that they put. `tenant_memory_bytes` and
+    `tenant_cold_bytes` are the most that one tenant of a daemon has in hot and warm memory, and on flash; None sets no
+    limit but the budgets.
     """
 
     name: str = "cpu"
@@ -46,6 +48,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     alignment: int = 4096
     frame_bytes: int = 512 * 1024
     staging_bytes: int = 64 * MIB
+    tenant_memory_bytes: int | None = None
+    tenant_cold_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if self.block_tokens < 1 or self.block_tokens > 4096:
@@ -62,8 +66,10 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("hot_bytes", "warm_bytes", "cold_bytes", "staging_bytes"):
             if getattr(self, name) < 0:
                 raise BudgetError(f"{name} {getattr(self, name)} must not be negative")
-        if self.cold_bytes_per_day is not None and self.cold_bytes_per_day < 0:
-            raise BudgetError(f"cold_bytes_per_day {self.cold_bytes_per_day} must not be negative")
+        for name in ("cold_bytes_per_day", "tenant_memory_bytes", "tenant_cold_bytes"):
+            limit = getattr(self, name)
+            if limit is not None and limit < 0:
+                raise BudgetError(f"{name} {limit} must not be negative")
         for name in ("arena_bytes", "frame_bytes", "max_hot_arenas"):
             if getattr(self, name) < 1:
                 raise BudgetError(f"{name} {getattr(self, name)} must be positive")

@@ -16,7 +16,7 @@ from .buffer import KvBuffer
 from .errors import StoreClosedError
 from .namespace import ROOT_KEY, Namespace
 from .record import BadRecordError
-from .tiers import Tiers
+from .tiers import TENANT_QUOTA, Tiers
 
 _CONTEXT = 256  # tokens before a span that tell its capture from others of the same tokens
 
@@ -167,10 +167,12 @@ class Incoming:
         with self._tiers.lock:
             if self._tiers.closed:
                 raise StoreClosedError("this store was closed; open it again")
-            room = self._tiers.allocate_warm(nbytes)
+            room = self._tiers.allocate_warm(nbytes, self._namespace)
             while room is None and (left := self._deadline - time.monotonic()) > 0:
                 self._tiers.changed.wait(left)
-                room = self._tiers.allocate_warm(nbytes)
+                room = self._tiers.allocate_warm(nbytes, self._namespace)
+            if room is None and self._tiers.over_quota(self._namespace, memory=nbytes):
+                return None, TENANT_QUOTA
             if room is None:
                 return None, "warm tier full of what is leased or waits for flash"
             number = self._tiers.new_number()

@@ -91,7 +91,7 @@ class TierReading:
             source.raw = self._tiers.raw(block)
         elif (
             not (need.unread and block.hits <= 1)
-            and (room := self._tiers.allocate_warm(block.nbytes)) is not None
+            and (room := self._tiers.allocate_warm(block.nbytes, block.namespace)) is not None
         ):
             source.staging = room
             source.raw = room.tier.view(room.extent, block.nbytes)
@@ -174,6 +174,6 @@ class TierReading:
                 if number in kept:
                     self._tiers.settle(source.block, source.staging)
                 else:
-                    self._tiers.give_back(source.staging)
+                    self._tiers.give_back(source.staging, wiped=source.block.purged)
             self._tiers.counts["bytes_read"] += read
         return read

@@ -18,11 +18,13 @@ file operations outside it, on blocks that are held by a lease meanwhile.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,11 +33,13 @@ from kvstore.prefetch.admission import Admission
 from kvstore.prefetch.load_or_recompute import Throughput
 
 from .appraisal import Appraisal
+from .arena import Extent
 from .block import Block, Residence
 from .cold import ColdTier
 from .cold_index import Row
 from .directory import DataDirectory
 from .errors import DirectoryUnusableError
+from .identity import Identity
 from .memory import MemoryTier
 from .namespace import Namespace
 from .orders import NAMES, Orders
@@ -55,11 +59,16 @@ _UNDECIDED_SHARE = 0.75  # of warm memory, at most, may wait to be decided on
 _PINNED_SHARE = 2  # this part of warm memory, and of flash, is the most that pins may hold
 
 
+TENANT_QUOTA = "tenant quota"
+
+
 class Tiers:
     """The three tiers of one data directory (or of none: then there is no cold tier) and all blocks in them."""
 
-    def __init__(self, profile: Profile, directory: DataDirectory | None) -> None:
+    def __init__(self, profile: Profile, directory: DataDirectory | None, *, walled: bool = False) -> None:
         self.profile = profile
+        self.walled = walled
+        """Each tenant has memory of its own, and another's blocks never leave memory for the odd block of his."""
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         """Notified when room appeared in warm memory or the write queue moved."""
@@ -101,6 +110,7 @@ class Tiers:
             except OSError as error:
                 raise DirectoryUnusableError(f"{directory.path} cannot be read: {error}") from error
             self._load_rows(self.cold)
+            self._name_tenants(directory)
         self.hot = self._memory("hot", profile.hot_bytes, pin=True)
         self.warm = self._memory("warm", profile.warm_bytes, pin=False)
 
@@ -112,6 +122,10 @@ class Tiers:
         if found is None:
             found = self.namespaces[digest] = Namespace(digest, self.profile.block_tokens)
         return found
+
+    def owner(self, space: Namespace) -> bytes:
+        """Whose memory the blocks of a namespace lie in: the tenant's by its salt. All is one owner's without walls."""
+        return space.tenant if self.walled else b""
 
     def semantics(self) -> list[Semantics]:
         """Of every identity that has an embedder."""
@@ -174,18 +188,27 @@ class Tiers:
 
     # -- adding and dropping ------------------------------------------------------------------------------------
 
-    def allocate_warm(self, nbytes: int) -> Residence | None:
-        """Room in warm memory, made by evicting where needed; None when all of it is held or waits for flash."""
+    def allocate_warm(self, nbytes: int, space: Namespace) -> Residence | None:
+        """Room in warm memory for a block of `space`, made by evicting where needed.
+
+        None when all of it, or all of this tenant's, is held or waits for flash.
+        """
         if nbytes > self.warm.largest_arena:
             return None
         self.reap()
-        while (extent := self.warm.allocate(nbytes)) is None:
-            victim = self._orders.victim("warm", self._may_leave_memory)
-            if victim is not None:
-                self._leave_memory(self.blocks[victim])
-            elif not self._decide_until_one_may_go():
+        owner = self.owner(space)
+        may_leave = partial(self._own_may_leave_memory, owner)
+        while True:
+            if self._keep_memory_quota(owner, nbytes, may_leave):
+                if (extent := self._allocate(self.warm, nbytes, space)) is not None:
+                    return Residence(self.warm, extent)
+                if self._take_arena(self.warm, owner):
+                    continue
+                if (victim := self._orders.victim("warm", may_leave)) is not None:
+                    self._leave_memory(self.blocks[victim])
+                    continue
+            if not self._decide_until_one_may_go(owner):
                 return None
-        return Residence(self.warm, extent)
 
     def allocate_ahead(self, block: Block, spared: Container[int]) -> Residence | None:
         """Room in warm memory for a block on flash that may be needed soon: free, or of what is worth the least.
@@ -193,10 +216,14 @@ class Tiers:
         Nothing is written for it, so that what waits to be decided on stays, and so do the block numbers `spared`.
         """
 
-        def may_leave(number: int) -> bool:
-            return number not in spared and self._may_leave_memory(number)
+        owner = self.owner(block.namespace)
 
-        while (extent := self.warm.allocate(block.nbytes)) is None:
+        def may_leave(number: int) -> bool:
+            return number not in spared and self._own_may_leave_memory(owner, number)
+
+        if not self._keep_memory_quota(owner, block.nbytes, may_leave):
+            return None
+        while (extent := self._allocate(self.warm, block.nbytes, block.namespace)) is None:
             victim = self._orders.victim("warm", may_leave)
             if victim is None:
                 return None
@@ -249,16 +276,34 @@ class Tiers:
     def settle(self, block: Block, residence: Residence) -> None:
         """Give a block that was only on flash its place in memory; a double of one that has one is freed."""
         if block.memory is not None or block.doomed:
-            residence.tier.release(residence.extent)
+            self.give_back(residence, wiped=block.purged)
             return
         block.memory = residence
         self._orders.insert(residence.tier.name, block)
         self.leased[residence.tier.name] += block.leases > 0
 
-    def give_back(self, residence: Residence) -> None:
-        """Free memory that no block came to own."""
+    def give_back(self, residence: Residence, *, wiped: bool = False) -> None:
+        """Free memory that no block came to own; `wiped` leaves nothing in it."""
+        if wiped:
+            residence.tier.wipe(residence.extent)
         residence.tier.release(residence.extent)
         self.changed.notify_all()
+
+    def wipe_free(self, spaces: Collection[Namespace]) -> None:
+        """Overwrite what blocks of these namespaces left in memory that is free now. Takes the lock for moments."""
+        owners = {self.owner(space) for space in spaces}
+        for tier in (self.hot, self.warm):
+            with self.lock:
+                numbers = [number for number in tier.arenas if tier.owner(number) in owners]
+            for number in numbers:
+                with self.lock:
+                    taken = tier.take_free(number)
+                for extent in taken:
+                    tier.wipe(extent)
+                with self.lock:
+                    for extent in taken:
+                        tier.release(extent)
+                    self.changed.notify_all()
 
     def raw(self, block: Block) -> NDArray[np.uint8]:
         """The raw bytes of a block in memory, as a view. Hold a lease."""
@@ -301,28 +346,51 @@ class Tiers:
         self.misses[f"bad record: {error.reason}"] += 1
         if self.cold is not None and block.cold_bytes and not block.aside:
             self.cold.quarantine(block.key, block.cold_bytes, error.reason)
-            block.cold_bytes = 0
+            self._on_flash(block, 0)
             self.leased["cold"] -= block.leases > 0
             self._orders.remove("cold", block)
         self.drop(block)
 
-    def reserve_cold(self, nbytes: int, incoming: Block | None = None) -> int | None:
+    def reserve_cold(
+        self, nbytes: int, incoming: Block | None = None, owner: bytes | None = None
+    ) -> int | None:
         """Room on flash for a record, made by evicting leaves; None when the rest is held or carries others.
 
         With `incoming`, the block that the record is of, also None when it is worth less than what would go for it.
+        owner: whose record it is; what exceeds his quota takes the place of others of his. None for what has no owner.
         """
         assert self.cold is not None
         if nbytes > self.cold.total:
             return None
-        while (size := self.cold.reserve(nbytes)) is None:
-            if incoming is None:
-                victim = self._orders.victim("cold", self._may_leave_cold)
-            else:
-                victim = self._orders.victim_for("cold", self._may_leave_cold, incoming, nbytes)
-            if victim is None:
+        own = None if owner is None else partial(self._own_may_leave_cold, owner)
+        while own is not None and owner is not None and self._exceeds_flash_quota(owner, nbytes):
+            if not self._evict_cold(own, incoming, nbytes):
                 return None
-            self._leave_cold(self.blocks[victim])
+        while (size := self.cold.reserve(nbytes)) is None:
+            if not self._evict_cold(self._may_leave_cold, incoming, nbytes):
+                return None
         return size
+
+    def _evict_cold(self, may_leave: Callable[[int], bool], incoming: Block | None, nbytes: int) -> bool:
+        if incoming is None:
+            victim = self._orders.victim("cold", may_leave)
+        else:
+            victim = self._orders.victim_for("cold", may_leave, incoming, nbytes)
+        if victim is not None:
+            self._leave_cold(self.blocks[victim])
+        return victim is not None
+
+    def flash_used(self, owner: bytes) -> int:
+        """Bytes of flash that a tenant's blocks occupy."""
+        return sum(space.flash_bytes for space in self.namespaces.values() if self.owner(space) == owner)
+
+    def over_quota(self, space: Namespace, *, memory: int = 0, flash: int = 0) -> bool:
+        """Whether it is this tenant's quota that has no room for so many bytes more."""
+        owner = self.owner(space)
+        return bool(
+            (memory and self._exceeds_memory_quota(owner, memory))
+            or (flash and self._exceeds_flash_quota(owner, flash))
+        )
 
     def written(self, block: Block, size: int) -> None:
         """A block's record is on flash."""
@@ -330,7 +398,7 @@ class Tiers:
         if block.doomed:
             self.cold.remove(block.key, size)
             return
-        block.cold_bytes = size
+        self._on_flash(block, size)
         self._orders.insert("cold", block)
         self._orders.changed(block)
         self.leased["cold"] += block.leases > 0
@@ -367,15 +435,14 @@ class Tiers:
             with self.lock:
                 if block.memory is None or block.memory.tier is self.hot or block.doomed:
                     return
-                extent = self.hot.allocate(block.nbytes)
-                victim = (
-                    None
-                    if extent
-                    else self._orders.victim(
-                        "hot",
-                        lambda number: not (self.blocks[number].leases or self._stays(self.blocks[number])),
-                    )
-                )
+                owner = self.owner(block.namespace)
+                others = partial(self._other_may_leave_memory, owner, block.number)
+                if not self._keep_memory_quota(owner, block.nbytes, others):  # it lies in both for a moment
+                    return
+                extent = self._allocate(self.hot, block.nbytes, block.namespace)
+                if extent is None and self._take_arena(self.hot, owner):
+                    continue
+                victim = None if extent else self._orders.victim("hot", partial(self._own_may_cool, owner))
             if extent is not None:
                 self._move(block, Residence(self.hot, extent))
                 return
@@ -387,7 +454,7 @@ class Tiers:
         with self.lock:
             if block.memory is None or block.memory.tier is not self.hot or block.leases:
                 return False
-            room = self.allocate_warm(block.nbytes)
+            room = self.allocate_warm(block.nbytes, block.namespace)
             if room is None:
                 if not self._may_leave_memory(block.number):
                     return False
@@ -426,6 +493,15 @@ class Tiers:
                     raise AssertionError(
                         f"{tier.name}: blocks have {held} bytes, the tier counts {tier.used}"
                     )
+            by_space = Counter[bytes]()
+            for block in self.blocks.values():
+                by_space[block.namespace.digest] += block.cold_bytes
+            for digest, space in self.namespaces.items():
+                if space.flash_bytes != by_space[digest]:
+                    raise AssertionError(
+                        f"{digest.hex()[:12]}: blocks have {by_space[digest]} bytes on flash, counted are "
+                        f"{space.flash_bytes}"
+                    )
             if self.cold is not None:
                 held = sum(block.cold_bytes for block in self.blocks.values())
                 if held > self.cold.used or self.cold.used > self.cold.total:
@@ -463,7 +539,14 @@ class Tiers:
 
     def _memory(self, name: str, budget: int, *, pin: bool) -> MemoryTier:
         profile = self.profile
-        return MemoryTier(name, budget, arena_bytes=profile.arena_bytes, alignment=profile.alignment, pin=pin)
+        return MemoryTier(
+            name,
+            budget,
+            arena_bytes=profile.arena_bytes,
+            alignment=profile.alignment,
+            pin=pin,
+            walled=self.walled,
+        )
 
     def _load_rows(self, cold: ColdTier) -> None:
         """Make what flash holds findable again, oldest use first so that the LRU order survives a restart."""
@@ -479,10 +562,10 @@ class Tiers:
                 start=row.start,
                 nbytes=0,  # known when the identity is opened
                 exact=row.exact,
-                cold_bytes=row.file_bytes,
                 hits=row.hits,
                 last_use=row.last_use,
             )
+            self._on_flash(block, row.file_bytes)
             self.blocks[block.number] = block
             standing, replaced = block.namespace.add(block)
             if standing is not block:
@@ -502,6 +585,13 @@ class Tiers:
                 break
             self._leave_cold(self.blocks[victim])
         cold.rows = {}
+
+    def _name_tenants(self, directory: DataDirectory) -> None:
+        """Whose blocks on flash are, which counts against quotas before anybody opens their identity."""
+        for digest, description in directory.identities().items():
+            if (space := self.namespaces.get(digest)) is not None:
+                with contextlib.suppress(ValueError):
+                    space.tenant = Identity.from_bytes(description).tenant_salt
 
     def _register(self, block: Block) -> None:
         self.blocks[block.number] = block
@@ -539,9 +629,99 @@ class Tiers:
         above.behind = (*before, block.key)
         return above if len(above.behind) >= PARTED else None
 
-    def _decide_until_one_may_go(self) -> bool:
+    def _allocate(self, tier: MemoryTier, nbytes: int, space: Namespace) -> Extent | None:
+        return tier.allocate(nbytes, self.owner(space), space.layout.block_bytes(self.profile.block_tokens))
+
+    def _keep_memory_quota(self, owner: bytes, nbytes: int, may_leave: Callable[[int], bool]) -> bool:
+        """Have a tenant's blocks of the least worth leave memory until he may have so much more; whether he may."""
+        while self._exceeds_memory_quota(owner, nbytes):
+            victim = self._orders.victim("warm", may_leave)
+            if victim is None:
+                victim = self._orders.victim("hot", may_leave)
+            if victim is None:
+                return False
+            self._leave_memory(self.blocks[victim])
+        return True
+
+    def _exceeds_memory_quota(self, owner: bytes, nbytes: int) -> bool:
+        limit = self.profile.tenant_memory_bytes
+        if limit is None or not self.walled:
+            return False
+        return self.hot.used_by[owner] + self.warm.used_by[owner] + self.warm.round_up(nbytes) > limit
+
+    def _exceeds_flash_quota(self, owner: bytes, nbytes: int) -> bool:
+        limit = self.profile.tenant_cold_bytes
+        if limit is None or not self.walled or self.cold is None:
+            return False
+        return self.flash_used(owner) + self.cold.room(nbytes) > limit
+
+    def _on_flash(self, block: Block, size: int) -> None:
+        """A block occupies `size` there from now on."""
+        block.namespace.flash_bytes += size - block.cold_bytes
+        block.cold_bytes = size
+
+    def _take_arena(self, tier: MemoryTier, owner: bytes) -> bool:
+        """Empty an arena of an owner who has more memory than `owner`, so that it can be given up; whether one was.
+
+        Of those who have the most, the arena that was used longest ago goes. What is leased, pinned or waits for flash
+        keeps its arena in place. Owners that have an arena less than others leave it at that.
+        """
+        if not tier.walled:
+            return False
+        owned = tier.owned()
+        mine = owned[owner]
+        rich = {
+            number: owned[tier.owner(number)]
+            for number, arena in tier.arenas.items()
+            if tier.owner(number) != owner
+            and (not mine or owned[tier.owner(number)] - arena.size >= mine + arena.size)
+        }
+        if not rich:
+            return False
+        lying: dict[int, list[Block]] = {number: [] for number in rich}
+        for block in self.blocks.values():
+            if block.memory is not None and block.memory.tier is tier and block.memory.extent.arena in lying:
+                lying[block.memory.extent.arena].append(block)
+        used = {number: max((block.last_use for block in lying[number]), default=0.0) for number in rich}
+        return any(
+            self._empty(tier, number, lying[number])
+            for number in sorted(rich, key=lambda number: (-rich[number], used[number]))
+        )
+
+    def _empty(self, tier: MemoryTier, number: int, blocks: list[Block]) -> bool:
+        """Have all blocks of an arena leave memory. Nothing changes where one of them has to stay."""
+        if any(block.leases or block.doomed or self._stays(block) for block in blocks):
+            return False
+        here = {block.number for block in blocks}
+        for block in self.unwritten.decide_among(lambda block: block.number in here):
+            if block.waiting:
+                self.changed.notify_all()
+        if any(block.waiting for block in blocks):
+            return False
+        for block in sorted(blocks, key=lambda block: -block.start):
+            if block.number in self.blocks and block.memory is not None:
+                if not self._may_leave_memory(block.number):
+                    return False
+                self._leave_memory(block)
+        return tier.is_empty(number)
+
+    def _own_may_leave_memory(self, owner: bytes, number: int) -> bool:
+        return self.owner(self.blocks[number].namespace) == owner and self._may_leave_memory(number)
+
+    def _other_may_leave_memory(self, owner: bytes, than: int, number: int) -> bool:
+        return number != than and self._own_may_leave_memory(owner, number)
+
+    def _own_may_cool(self, owner: bytes, number: int) -> bool:
+        """Whether a hot block may go to warm memory."""
+        block = self.blocks[number]
+        return self.owner(block.namespace) == owner and not (block.leases or self._stays(block))
+
+    def _decide_until_one_may_go(self, owner: bytes) -> bool:
         """Whether a block may leave memory now that it was decided on; the first that is written ends the search."""
-        for block in self.unwritten.decide():
+        waiting = self.unwritten.decide()
+        if self.walled:
+            waiting = self.unwritten.decide_among(lambda block: self.owner(block.namespace) == owner)
+        for block in waiting:
             if block.waiting:
                 self.changed.notify_all()
                 return False
@@ -580,7 +760,7 @@ class Tiers:
         self.unwritten.remove(block)
         if block.memory is not None:
             self._orders.remove(block.memory.tier.name, block)
-            block.memory.tier.release(block.memory.extent)
+            self.give_back(block.memory, wiped=block.purged)
             block.memory = None
         if block.cold_bytes and self.cold is not None:
             self._orders.remove("cold", block)
@@ -589,7 +769,7 @@ class Tiers:
                 self._aside -= 1
             else:
                 self.cold.remove(block.key, block.cold_bytes)
-            block.cold_bytes = 0
+            self._on_flash(block, 0)
         self.blocks.pop(block.number, None)
 
     def _may_leave_memory(self, number: int) -> bool:
@@ -618,12 +798,15 @@ class Tiers:
         block = self.blocks[number]
         return block.leases == 0 and not self._stays(block) and block.namespace.is_leaf(block)
 
+    def _own_may_leave_cold(self, owner: bytes, number: int) -> bool:
+        return self.owner(self.blocks[number].namespace) == owner and self._may_leave_cold(number)
+
     def _leave_cold(self, block: Block) -> None:
         assert self.cold is not None
         self.counts["evicted_cold"] += 1
         self._orders.remove("cold", block)
         self.cold.remove(block.key, block.cold_bytes)
-        block.cold_bytes = 0
+        self._on_flash(block, 0)
         if block.memory is None:
             self.drop(block)
         else:
@@ -637,7 +820,7 @@ class Tiers:
         with self.lock:
             old = block.memory
             if old is None or block.leases > 0 or block.doomed:
-                self.give_back(room)
+                self.give_back(room)  # nothing was copied yet
                 return False
             self.acquire([block], used=False)
             source = self.raw(block)
@@ -654,6 +837,6 @@ class Tiers:
                 self.leased[room.tier.name] += 1
                 self.counts[f"moved_{old.tier.name}_{room.tier.name}"] += 1
             else:
-                self.give_back(room)
+                self.give_back(room, wiped=block.purged)
             self.release([block])
         return moved

@@ -69,15 +69,25 @@ class Unwritten:
         """
         while self._undecided and self._undecided_bytes > most:
             block = next(iter(self._undecided.values()))
-            self.remove(block)
-            if self.admission.admits(self._appraisal.use(block), self._spent()):
-                path = _unwritten_path(block)
-                self.write(path)
-                self.admission.wrote(len(path))
-            else:
-                self.refuse(block)
-                self._refusals[NOT_WORTH_A_WRITE] += 1
+            self._decide_on(block)
             yield block
+
+    def decide_among(self, among: Callable[[Block], bool]) -> Iterator[Block]:
+        """The same on all that wait and of which `among` holds."""
+        for block in list(self._undecided.values()):
+            if block.number in self._undecided and among(block):  # it may have been queued before another
+                self._decide_on(block)
+                yield block
+
+    def _decide_on(self, block: Block) -> None:
+        self.remove(block)
+        if self.admission.admits(self._appraisal.use(block), self._spent()):
+            path = _unwritten_path(block)
+            self.write(path)
+            self.admission.wrote(len(path))
+        else:
+            self.refuse(block)
+            self._refusals[NOT_WORTH_A_WRITE] += 1
 
     def _to_be_decided(self, block: Block) -> None:
         if block.waiting:

@@ -22,7 +22,7 @@ from . import record
 from .block import Block
 from .cold import ColdTier
 from .errors import StoreClosedError
-from .tiers import Tiers
+from .tiers import TENANT_QUOTA, Tiers
 
 _GROUP = 16  # records written before a promotion gets its turn
 _AHEAD = 32 << 20  # bytes of warm memory kept ready, more than a prompt puts at a time
@@ -38,6 +38,7 @@ class WriteBehind:
         self._tiers = tiers
         self._promotions: deque[Block] = deque()
         self._flushes: list[Future[None]] = []
+        self._rewrites: list[Future[None]] = []
         self._settling: list[Future[None]] = []
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="kvstore-write-behind", daemon=True)
@@ -80,6 +81,16 @@ class WriteBehind:
             self._write_all()
         return done
 
+    def rewrite_index(self) -> Future[None]:
+        """Done once the index on flash says nothing of what was forgotten before."""
+        done: Future[None] = Future()
+        with self._tiers.lock:
+            if self._closing:
+                raise StoreClosedError("this store was closed; open it again")
+            self._rewrites.append(done)
+            self._tiers.changed.notify_all()
+        return done
+
     def close(self) -> None:
         """Write all that only memory holds, then stop."""
         with self._tiers.lock:
@@ -98,12 +109,13 @@ class WriteBehind:
                         tiers.decide()
                     continue
                 flushes, self._flushes = self._flushes, []
+                rewrites, self._rewrites = self._rewrites, []
                 promotions, settling = list[Block](), list[Future[None]]()
                 if not queue:
                     promotions, settling = list(self._promotions), self._settling
                     self._promotions.clear()
                     self._settling = []
-                stop = self._closing and not (queue or promotions or settling or flushes)
+                stop = self._closing and not (queue or promotions or settling or flushes or rewrites)
                 due = len(queue) if flushes or self._closing else _GROUP
             if stop:
                 self._save_vectors(all_of_them=True)
@@ -117,11 +129,13 @@ class WriteBehind:
                 self._save_vectors(all_of_them=False)
             for flush in flushes:
                 self._sync(flush)
+            for rewrite in rewrites:
+                self._rewrite(rewrite)
 
     def _has_work(self) -> bool:
         queue = self._tiers.unwritten.queue
-        work = queue or self._promotions or self._settling or self._flushes or self._closing
-        return bool(work) or self._tiers.warm.lacks_touched(_AHEAD // 2)
+        asked = self._promotions or self._settling or self._flushes or self._rewrites
+        return bool(queue or asked or self._closing) or self._tiers.warm.lacks_touched(_AHEAD // 2)
 
     def _write_group(self, limit: int) -> None:
         """Write up to `limit` of the blocks that wait."""
@@ -184,9 +198,13 @@ class WriteBehind:
         )
         with self._tiers.lock:
             nbytes = sum(len(piece) for piece in pieces)
-            reserved = self._tiers.reserve_cold(nbytes, None if asked else block)
+            owner = self._tiers.owner(namespace)
+            reserved = self._tiers.reserve_cold(nbytes, None if asked else block, owner)
+            over_quota = reserved is None and self._tiers.over_quota(namespace, flash=nbytes)
         if reserved is None:
             reason = "cold tier full" if asked else "cold tier full of what is worth more"
+            if over_quota:
+                reason = TENANT_QUOTA
             self._refuse(reason, f"no room for {block.key.hex()[:16]}")
             return
         try:
@@ -213,6 +231,14 @@ class WriteBehind:
         unexpected = detail if isinstance(detail, Exception) and not isinstance(detail, OSError) else None
         level = logging.WARNING if first or unexpected else logging.DEBUG
         log.log(level, "%s: %s", reason, detail, exc_info=unexpected)
+
+    def _rewrite(self, done: Future[None]) -> None:
+        try:
+            if self._tiers.cold is not None:
+                self._tiers.cold.forget_index(self._tiers.rows())
+            done.set_result(None)
+        except Exception as error:
+            done.set_exception(error)
 
     def _sync(self, flush: Future[None]) -> None:
         try:

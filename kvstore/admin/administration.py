@@ -46,6 +46,7 @@ from .status import PinStatus, Status, identity_statuses, pin_statuses
 
 VERBS = (
     "status",
+    "quota",
     "ls",
     "show",
     "tree",
@@ -79,6 +80,19 @@ class Pinned(msgspec.Struct, frozen=True):
     most_pinned_bytes: int
     held: int
     changed: bool
+
+
+class Quota(msgspec.Struct, frozen=True):
+    """What a tenant, as `status` names it, holds in memory and on flash, of how many bytes; None is no limit.
+
+    Without a daemon's walls, there is one tenant in memory.
+    """
+
+    tenant: str
+    memory_bytes: int
+    most_memory_bytes: int | None
+    flash_bytes: int
+    most_flash_bytes: int | None
 
 
 class Warmed(msgspec.Struct, frozen=True):
@@ -186,6 +200,23 @@ class Administration(Held):
                 bad_records={} if cold is None else {why: n for why, n in cold.bad.items() if n},
             )
 
+    def quota(self) -> list[Quota]:
+        """Of each tenant; the limits are set by `tenant_memory_bytes` and `tenant_cold_bytes`."""
+        tiers = self._tiers
+        profile = tiers.profile
+        with tiers.lock:
+            owners = sorted({tiers.owner(space) for space in tiers.namespaces.values()})
+            return [
+                Quota(
+                    entries.tenant_name(owner),
+                    tiers.hot.used_by[owner] + tiers.warm.used_by[owner],
+                    profile.tenant_memory_bytes if tiers.walled else None,
+                    tiers.flash_used(owner),
+                    profile.tenant_cold_bytes if tiers.walled else None,
+                )
+                for owner in owners
+            ]
+
     def verify(self, *, repair: bool = False) -> Verified:
         """Check all that is held while requests go on; `repair` sets aside what is bad. See `open_check`."""
         return check_open(self._opened, self.identities(), repair=repair)
@@ -217,6 +248,9 @@ class Administration(Held):
         of these tokens, and all that was computed behind one. tenant, adapter: as `status` names them. older_than:
         unused for so many seconds. tier: free it, see `purge.empty_tier`. everything.
         All but prefix go by `identity` only where it is given. Raises InvalidRequestError, InvalidTokensError.
+
+        Nothing of the blocks stays in a file or an arena, but of those that a lease holds until it ends; pins of their
+        tokens end, and the quarantine is emptied. `tier` leaves that aside.
         """
         given = (prefix, document, tenant, adapter, older_than, tier)
         if sum(each is not None for each in given) + everything != 1:
@@ -238,17 +272,21 @@ class Administration(Held):
                 doomed = self._with_prefix(checked(prefix), identity, identities)
             elif document is not None:
                 doomed = purge.with_document(spaces, checked(document))
-            elif tenant is not None:
-                doomed = purge.with_tenant(spaces, tenant, identities)
-            elif adapter is not None:
-                doomed = purge.with_adapter(spaces, adapter, identities)
             elif older_than is not None:
                 doomed = purge.unused_for(spaces, older_than)
             else:
+                if tenant is not None:
+                    spaces = purge.of_tenant(spaces, tenant, identities)
+                elif adapter is not None:
+                    spaces = purge.of_adapter(spaces, adapter, identities)
                 doomed = [block for space in spaces for block in purge.all_of(space)]
+            if not dry_run:
+                whole = tenant is not None or adapter is not None or everything
+                purge.end_pins(tiers, doomed, spaces, whole=whole)
             purged = purge.forget(tiers, doomed, dry_run=dry_run)
         if not dry_run:
             self._forget_vectors({block.namespace for block in doomed})
+            purge.erase(self._opened, spaces)
         return purged
 
     def pin(self, tokens: Sequence[int], *, identity: str | None = None) -> Pinned:

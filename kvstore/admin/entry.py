@@ -117,7 +117,12 @@ def tenant_of(identity: Identity | None) -> str:
     """A name for whoever has this identity's salt, which does not give the salt away; "" for none, "?" if unknown."""
     if identity is None:
         return "?"
-    return identity.tenant_salt[-32:].hex()[:16]
+    return tenant_name(identity.tenant_salt)
+
+
+def tenant_name(salt: bytes) -> str:
+    """The same of a salt."""
+    return salt[-32:].hex()[:16]
 
 
 def chosen_identity(named: str | None, known: Iterable[bytes]) -> bytes:

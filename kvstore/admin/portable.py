@@ -264,10 +264,10 @@ def _add(
             space.open(identity, tiers.profile.frame_bytes)
         if key in space.by_key:
             return ""
-        room = tiers.allocate_warm(nbytes)
+        room = tiers.allocate_warm(nbytes, space)
         while room is None and (left := deadline - time.monotonic()) > 0:
             tiers.changed.wait(left)
-            room = tiers.allocate_warm(nbytes)
+            room = tiers.allocate_warm(nbytes, space)
         if room is None:
             return "warm memory is full of what is leased or waits for flash"
         raw, number = room.tier.view(room.extent, nbytes), tiers.new_number()

@@ -1,9 +1,14 @@
-"""Which blocks a purge means, and how they go."""
+"""Which blocks a purge means, and how they go: nothing of them stays in a file or in memory that is shared.
+
+Records are deleted, and the index is written anew; what failed a check goes with them, since nobody can say whose it
+is. Memory that is free is overwritten, since blocks leave their bytes behind wherever they lay. What a lease holds at
+the time goes when the lease ends. Copies that engines have in memory of their own are theirs.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -15,6 +20,7 @@ from kvstore.identity import Identity
 from kvstore.index.windows import WindowHash
 from kvstore.layout import capabilities
 from kvstore.namespace import Namespace
+from kvstore.open_directory import OpenDirectory
 from kvstore.orphans import continuing
 from kvstore.tiers import Tiers
 
@@ -81,20 +87,20 @@ def with_document(spaces: Iterable[Namespace], document: NDArray[np.int32]) -> l
     return sorted(found.values(), key=lambda block: -block.start)
 
 
-def with_tenant(
+def of_tenant(
     spaces: Iterable[Namespace], tenant: str, identities: Mapping[bytes, Identity]
-) -> list[Block]:
-    """Blocks of every identity with this tenant's salt. Raises InvalidRequestError for a tenant of none."""
+) -> list[Namespace]:
+    """Every identity with this tenant's salt. Raises InvalidRequestError for a tenant of none."""
     theirs = [space for space in spaces if tenant_of(identities.get(space.digest)) == tenant]
     if not theirs:
         raise InvalidRequestError(f"no identity of tenant {tenant!r} is held; `kvstore status` names them")
-    return [block for space in theirs for block in all_of(space)]
+    return theirs
 
 
-def with_adapter(
+def of_adapter(
     spaces: Iterable[Namespace], adapter: str, identities: Mapping[bytes, Identity]
-) -> list[Block]:
-    """Blocks of every identity with an adapter whose digest begins so. Raises InvalidRequestError for none such."""
+) -> list[Namespace]:
+    """Every identity with an adapter whose digest begins so. Raises InvalidRequestError for none such."""
     digests = {
         digest
         for digest, identity in identities.items()
@@ -104,7 +110,7 @@ def with_adapter(
         raise InvalidRequestError(
             f"no identity with adapter {adapter!r} is known; `kvstore status` names them"
         )
-    return [block for space in spaces if space.digest in digests for block in all_of(space)]
+    return [space for space in spaces if space.digest in digests]
 
 
 def unused_for(spaces: Iterable[Namespace], seconds: float) -> list[Block]:
@@ -123,9 +129,37 @@ def forget(tiers: Tiers, blocks: Sequence[Block], *, dry_run: bool) -> Purged:
     purged = _sum(blocks, 0, dry_run=dry_run)
     if not dry_run:
         for block in blocks:
+            for each in (block, block.tail):
+                if each is not None and each.leases:  # else `erase` finds what it leaves
+                    each.purged = True
             tiers.drop(block)
         tiers.counts["invalidated"] += len(blocks)
     return purged
+
+
+def erase(opened: OpenDirectory, spaces: Collection[Namespace]) -> None:
+    """After `forget`, leave nothing of what these namespaces' blocks were. Without the store's lock. Raises OSError."""
+    tiers = opened.tiers
+    tiers.wipe_free(spaces)
+    if tiers.cold is None:
+        return
+    with tiers.lock:
+        tiers.cold.empty_quarantine()
+    opened.worker.rewrite_index().result()
+
+
+def end_pins(tiers: Tiers, blocks: Iterable[Block], spaces: Iterable[Namespace], *, whole: bool) -> None:
+    """A pin keeps tokens in a file: end those of `blocks`, and where all of `spaces` goes, all of theirs.
+
+    Called under the store's lock, before the blocks are forgotten. Raises OSError.
+    """
+    keys = {block.key for block in blocks}
+    purged = {space.digest for space in spaces} if whole else set()
+    for pin in tiers.pins:
+        space = tiers.namespaces.get(pin.identity)
+        path = () if space is None else space.match(pin.token_ids())[0]
+        if pin.identity in purged or any(block.key in keys for block in path):
+            tiers.pins.remove(pin.identity, pin.tokens)
 
 
 def empty_tier(tiers: Tiers, tier: str, *, dry_run: bool) -> Purged:

@@ -22,6 +22,7 @@ for verb in (
     running.demo,
     running.serve,
     looking.status,
+    looking.quota,
     running.top,
     looking.ls,
     looking.show,

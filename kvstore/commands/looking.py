@@ -87,6 +87,33 @@ def status(dir: Dir = None, socket: Socket = None, config: ConfigFile = None, js
                 output.line(f"{what}: {count} × {reason}")
 
 
+def quota(dir: Dir = None, socket: Socket = None, config: ConfigFile = None, json: Json = False) -> None:
+    """What each tenant of a daemon holds, and the most that it may."""
+    with Target(dir, socket, config).changing(daemon="only a daemon has tenants with quotas") as target:
+        found = target.quota()
+    if json:
+        output.json(found)
+        return
+    output.table(
+        ("tenant", "in memory", "at most", "on flash", "at most "),
+        (
+            (
+                each.tenant or "-",
+                output.size(each.memory_bytes),
+                _limit(each.most_memory_bytes),
+                output.size(each.flash_bytes),
+                _limit(each.most_flash_bytes),
+            )
+            for each in found
+        ),
+        right=("in memory", "at most", "on flash", "at most "),
+    )
+
+
+def _limit(nbytes: int | None) -> str:
+    return "no limit" if nbytes is None else output.size(nbytes)
+
+
 def ls(
     identity: IdentityName = None,
     block: Annotated[str | None, typer.Option(help="First digits of a block.")] = None,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -20,7 +20,15 @@ from .connection import Connection
 Later = Callable[[], msgspec.Struct]
 """Work for a thread, which makes the reply."""
 
-Answered = msgspec.Struct | Later | Future[None] | None
+
+class WithArenas(NamedTuple):
+    """A reply that names `arenas` (numbers) which go with it, since the client was not given them before."""
+
+    reply: msgspec.Struct
+    arenas: Sequence[int]
+
+
+Answered = msgspec.Struct | WithArenas | Later | Future[None] | None
 """A reply; or the work that makes one; or what it waits for, Done then; or None: it was sent already."""
 
 Handler = Callable[[Connection, Any], Answered]

@@ -33,7 +33,7 @@ PATIENCE = 10.0
 
 _LOOK = 0.25  # seconds of waiting after which deadlines are looked at
 _INT = struct.calcsize("i")
-_ANCILLARY = socket.CMSG_SPACE(64 * _INT)  # of as many descriptors
+_ANCILLARY = socket.CMSG_SPACE(253 * _INT)  # of as many descriptors
 _CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 _GONE = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
 
@@ -69,7 +69,7 @@ class Channel:
         self._lost: str | None = None
         self._views: dict[bytes, View] = {}
         self._opening = threading.Lock()
-        self._arenas: MappedArenas | None = None
+        self.arenas = MappedArenas()
         self._staging: MappedStaging | None = None
         self.staging_lock = threading.RLock()
         """Held by who writes to the staging memory, until the daemon has read it."""
@@ -82,8 +82,6 @@ class Channel:
                 packed = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
                 self._socket.setsockopt(socket.SOL_SOCKET, option, packed)
             self.welcome = self._greet(name)
-            arenas = [self._descriptors.popleft() for _ in self.welcome.arenas]
-            self._arenas = MappedArenas(self.welcome.arenas, arenas)
         except (OSError, ValueError, IndexError, wire.FrameError) as error:
             self.close()
             raise DaemonError(f"no daemon at {path}: {error}") from error
@@ -125,11 +123,6 @@ class Channel:
             self._lose("the daemon closed the connection")
         return not gone
 
-    @property
-    def arenas(self) -> MappedArenas:
-        assert self._arenas is not None
-        return self._arenas
-
     def close(self) -> None:
         self._lose("closed")
 
@@ -148,8 +141,7 @@ class Channel:
         self._socket.close()
         while self._descriptors:
             os.close(self._descriptors.popleft())
-        if self._arenas is not None:
-            self._arenas.close()
+        self.arenas.close()
         if self._staging is not None:
             self._staging.close()
 
@@ -223,11 +215,8 @@ class Channel:
             given = self.call(lambda number: wire.Staging(number, wanted), wire.StagingGiven)
             if not given.nbytes:
                 return None
-            try:
-                self._staging = MappedStaging(self._descriptors.popleft(), given.nbytes)
-            except (OSError, IndexError, ValueError) as error:
-                self._lose(str(error))
-                raise DaemonLostError(f"staging memory cannot be mapped: {error}") from error
+            if self._staging is None:
+                raise DaemonLostError(f"the daemon is lost: {self._lost}")
         return self._staging
 
     # -- loads --------------------------------------------------------------------------------------------------------
@@ -288,7 +277,7 @@ class Channel:
         try:
             for payload in self._receive():
                 self._hand_over(wire.reply(payload))
-        except (OSError, wire.FrameError) as error:
+        except (OSError, ValueError, IndexError) as error:  # IndexError: a descriptor that did not come
             self._lose(str(error))
 
     def _receive(self) -> list[bytes]:
@@ -308,12 +297,23 @@ class Channel:
         with self._changed:
             if isinstance(reply, wire.Refused):
                 raise wire.FrameError(f"the daemon gave us up: {reply.reason}")
+            self._take_memory(reply)
             if isinstance(reply, wire.Tiles):
                 if (progress := self._tiles.get(reply.load)) is not None:
                     progress.come(reply)
-            elif reply.id in self._awaited:
+            elif not isinstance(reply, wire.Retired) and reply.id in self._awaited:
                 self._replies[reply.id] = reply
             self._changed.notify_all()
+
+    def _take_memory(self, reply: Any) -> None:
+        """Map what comes with a reply: descriptors are in the order of the replies. Raises OSError, IndexError."""
+        if isinstance(reply, (wire.Leased, wire.Brought)):
+            for arena in reply.arenas:
+                self.arenas.add(arena, self._descriptors.popleft())
+        elif isinstance(reply, wire.StagingGiven) and reply.nbytes:
+            self._staging = MappedStaging(self._descriptors.popleft(), reply.nbytes)
+        elif isinstance(reply, wire.Retired):
+            self.arenas.remove(reply.arena)
 
 
 class Progress:

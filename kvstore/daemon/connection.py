@@ -99,6 +99,8 @@ class Connection:
         self.views: dict[int, View | None] = {}
         """None: is being opened."""
         self.leases: dict[int, OwnedLease] = {}
+        self.arenas: set[int] = set()
+        """Those that it was given."""
         self.staging: StagingMemory | None = None
         self.at_work = 0
         self.sent_bad_frame = False

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Iterable
 from concurrent.futures import Executor
 
 import msgspec
@@ -17,11 +18,11 @@ from kvstore.reading import Need, TierReading
 from kvstore.store import KVStore
 
 from . import wire
-from .answers import Answered, Handler, tokens_of, view_of
+from .answers import Answered, Handler, WithArenas, tokens_of, view_of
 from .bringing import Bringing
 from .connection import Connection, OwnedLease
 from .described import match_of, references, table
-from .shared_memory import SharedArenas
+from .shared_memory import NOWHERE, SharedArenas
 
 _MOST_LEASES = 4096  # of one client
 _MOST_LOADS = 64  # of one lease
@@ -71,7 +72,7 @@ class ReadingRequests:
                 log.warning("client %d (%s) let a lease expire", client.pid, client.name)
                 self._end(lease)
 
-    def _lookup(self, client: Connection, request: wire.Lookup) -> msgspec.Struct:
+    def _lookup(self, client: Connection, request: wire.Lookup) -> Answered:
         store = view_of(client, request.view)
         tokens = tokens_of(request.tokens)
         match = store.lookup(tokens, moved=request.moved, boundaries=request.boundaries)
@@ -80,11 +81,11 @@ class ReadingRequests:
         blocks, runs = table(match)
         return wire.Found(request.id, match.length, references(blocks), len(match.blocks), runs)
 
-    def _take_lease(self, client: Connection, request: wire.TakeLease) -> msgspec.Struct:
+    def _take_lease(self, client: Connection, request: wire.TakeLease) -> Answered:
         store = view_of(client, request.view)
         return self._leased(client, request.id, store, match_of(store, request))
 
-    def _leased(self, client: Connection, number: int, store: KVStore, match: Match) -> msgspec.Struct:
+    def _leased(self, client: Connection, number: int, store: KVStore, match: Match) -> Answered:
         if len(client.leases) >= _MOST_LEASES:
             raise BudgetError(f"this connection holds {_MOST_LEASES} leases; release some")
         lease = store.lease(match)
@@ -92,7 +93,8 @@ class ReadingRequests:
         blocks, runs = table(lease)
         places = [self._arenas.place(block.memory) for block in blocks]
         client.leases[self._last_lease] = OwnedLease(lease, store, time.monotonic())
-        return wire.Leased(
+        fresh = _unknown(client, places)
+        leased = wire.Leased(
             number,
             self._last_lease,
             lease.length,
@@ -102,7 +104,9 @@ class ReadingRequests:
             places,
             lease.whole,
             lease.flash_bytes_per_second,
+            self._arenas.arenas(fresh),
         )
+        return WithArenas(leased, fresh) if fresh else leased
 
     def _owned(self, client: Connection, handle: int) -> OwnedLease:
         lease = client.leases.get(handle)
@@ -133,7 +137,7 @@ class ReadingRequests:
                 return
         lease.end()
 
-    def _bring(self, client: Connection, request: wire.Bring) -> msgspec.Struct:
+    def _bring(self, client: Connection, request: wire.Bring) -> Answered:
         """Tiles are announced after this reply: the loop sends both, and is busy with this one until it is sent."""
         owned = self._owned(client, request.lease)
         if request.load in owned.loads:
@@ -157,7 +161,9 @@ class ReadingRequests:
         owned.loads[request.load] = Bringing(
             request.load, reading, tiles, groups, self._shared.pool, announce.tiles
         )
-        return wire.Brought(request.id, places)
+        fresh = _unknown(client, places.values())
+        brought = wire.Brought(request.id, places, self._arenas.arenas(fresh))
+        return WithArenas(brought, fresh) if fresh else brought
 
     def _end_bring(self, client: Connection, request: wire.EndBring) -> Answered:
         owned = self._owned(client, request.lease)
@@ -172,6 +178,11 @@ class ReadingRequests:
             return wire.Done(request.id)
 
         return work() if load.is_done else work
+
+
+def _unknown(client: Connection, places: Iterable[tuple[int, int]]) -> list[int]:
+    """The arenas of these places that a client was not given before."""
+    return sorted({arena for arena, _ in places} - client.arenas - {NOWHERE[0]})
 
 
 class _Announcer:

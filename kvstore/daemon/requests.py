@@ -17,7 +17,7 @@ from kvstore.open_directory import OpenDirectory
 
 from . import wire
 from .administered import Administered
-from .answers import Answered, failed
+from .answers import Answered, WithArenas, failed
 from .connection import Connection
 from .other_requests import OtherRequests
 from .reading_requests import ReadingRequests
@@ -40,6 +40,7 @@ class Requests:
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._counts = shared.tiers.counts
+        self._arenas = arenas
         self._loop = loop
         self._puts = ThreadPoolExecutor(2, thread_name_prefix="kvstore-put")
         self._others = ThreadPoolExecutor(4, thread_name_prefix="kvstore-request")
@@ -57,7 +58,9 @@ class Requests:
             answered: Answered = self._handlers[type(request)](client, request)
         except Exception as error:
             answered = failed(request, error)
-        if isinstance(answered, msgspec.Struct):
+        if isinstance(answered, WithArenas):
+            self._give(client, request, answered)
+        elif isinstance(answered, msgspec.Struct):
             self._answer(client, request, answered)
         elif isinstance(answered, Future):
             done = wire.Done(request.id)
@@ -77,6 +80,17 @@ class Requests:
                 client.send(reply)
             except wire.FrameError as error:
                 client.send(wire.Failed(request.id, "InvalidRequestError", f"the reply is too long: {error}"))
+
+    def _give(self, client: Connection, request: wire.AnyRequest, answered: WithArenas) -> None:
+        """Arenas go with the reply; without one the client knows of none."""
+        if request.id == wire.NO_REPLY:
+            return
+        try:
+            client.send(answered.reply, self._arenas.descriptors(answered.arenas))
+        except OSError as error:
+            client.close(f"no descriptors left: {error}")  # and all that it leased is free
+        else:
+            client.arenas.update(answered.arenas)
 
     def _when_done(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -37,7 +38,7 @@ class Server:
         self._listener = listener
         self._lease_seconds = lease_seconds
         self._loop = asyncio.get_running_loop()
-        self._arenas = SharedArenas(shared.tiers)
+        self._arenas = SharedArenas(shared.tiers, self._arena_retired)
         self._requests = Requests(shared, self._arenas, Administered(shared), self._loop)
         self._clients: set[Connection] = set()
         self._counts = shared.tiers.counts
@@ -87,7 +88,6 @@ class Server:
         if len(self._clients) > _MOST_CLIENTS:
             client.refuse(f"{_MOST_CLIENTS} clients are connected already")
         elif client.uid not in (os.geteuid(), 0):
-            # Arenas are mapped whole: whoever may connect can read the KV of all.
             client.refuse(f"uid {client.uid} is not the daemon's; run a daemon of your own")
 
     def _frame_came(self, client: Connection, payload: bytes) -> None:
@@ -101,11 +101,6 @@ class Server:
             self._counts["daemon_other_versions"] += 1
             client.refuse(f"protocol {hello.protocol} is not spoken here, only {wire.PROTOCOL}")
             return
-        try:
-            descriptors = self._arenas.descriptors_for_client()
-        except OSError as error:
-            client.refuse(f"no descriptors left: {error}")
-            return
         client.name = hello.client
         client.pid = client.pid or hello.pid
         client.welcome()
@@ -117,15 +112,26 @@ class Server:
             self._lease_seconds,
             profile.codec,
             None if directory is None else str(directory.path),
-            self._arenas.arenas,
         )
-        client.send(welcome, descriptors)
+        client.send(welcome)
 
     def _closed(self, client: Connection, reason: str) -> None:
         self._clients.discard(client)
         self._counts["daemon_bad_frames"] += client.sent_bad_frame
         log.info("client %d (%s): %s", client.pid, client.name, reason)
         self._requests.reading.forget(client)
+
+    def _arena_retired(self, number: int) -> None:
+        """By the thread that gave an arena up."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._forget_arena, number)
+
+    def _forget_arena(self, number: int) -> None:
+        self._arenas.forget(number)
+        for client in list(self._clients):
+            if number in client.arenas:
+                client.arenas.discard(number)
+                client.send(wire.Retired(number))
 
     def _sweep(self) -> None:
         """End what hangs."""

@@ -58,7 +58,7 @@ def serve(
     """
     location = None if path is None else Path(path).expanduser()
     with _listening(Path(socket).expanduser() if socket is not None else default_socket()) as listener:
-        shared = OpenDirectory(location, profile)
+        shared = OpenDirectory(location, profile, walled=True)
         before = sys.getswitchinterval()
         sys.setswitchinterval(_SWITCH_SECONDS)
         try:

@@ -1,9 +1,10 @@
 """Memory that a daemon shares with its clients.
 
-Arenas go out as descriptors opened for reading; on Linux they are sealed besides, so that nobody who holds one can map
-it for writing by opening it anew, nor change its size under others. A client that writes into its mapping faults, and
-nobody else notices. Memory in which a client leaves its KV is its own, can be written, and keeps its size, so that the
-daemon never reads past its end.
+An arena belongs to one tenant, and only clients that opened an identity of it are given it: with the first reply that
+names a block in it. Arenas go out as descriptors opened for reading; on Linux they are sealed besides, so that nobody
+who holds one can map it for writing by opening it anew, nor change its size under others. A client that writes into its
+mapping faults, and nobody else notices. Memory in which a client leaves its KV is its own, can be written, and keeps
+its size, so that the daemon never reads past its end.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ import fcntl
 import mmap
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.arena import shared_file
+from kvstore.arena import Arena, shared_file
 from kvstore.block import Residence
 from kvstore.tiers import Tiers
 
@@ -29,39 +31,58 @@ NOWHERE = (-1, 0)
 
 
 class SharedArenas:
-    """The arenas of both memory tiers under one numbering, the hot ones first."""
+    """The arenas of both memory tiers under one numbering, the hot ones even.
 
-    def __init__(self, tiers: Tiers) -> None:
-        self.arenas: list[wire.Arena] = []
-        self.descriptors: list[int] = []
-        self._first = {}
-        for tier in (tiers.hot, tiers.warm):
-            self._first[tier.name] = len(self.arenas)
-            for arena in tier.arenas:
-                self.arenas.append(wire.Arena(tier.name, arena.size))  # type: ignore[arg-type]
-                self.descriptors.append(_for_reading(arena.fd, arena.reading_fd))
+    `retired` is called with the number of each arena that is given up, in any thread; `forget` it then.
+    """
+
+    def __init__(self, tiers: Tiers, retired: Callable[[int], None]) -> None:
+        self._tiers = (tiers.hot, tiers.warm)
+        self._descriptors: dict[int, int] = {}
+        for which, tier in enumerate(self._tiers):
+            tier.retired = partial(_retired, retired, which)
 
     def place(self, residence: Residence | None) -> tuple[int, int]:
         """(number of arena, offset)"""
         if residence is None:
             return NOWHERE
-        return self._first[residence.tier.name] + residence.extent.arena, residence.extent.offset
+        which = self._tiers.index(residence.tier)
+        return residence.extent.arena * 2 + which, residence.extent.offset
 
-    def descriptors_for_client(self) -> list[int]:
-        """The caller's own. Raises OSError when the process has none left."""
+    def arenas(self, numbers: Sequence[int]) -> list[wire.Arena]:
+        """What a client has to know of arenas, in which something is leased to it."""
+        return [wire.Arena(number, self._arena(number).size) for number in numbers]
+
+    def descriptors(self, numbers: Sequence[int]) -> list[int]:
+        """The caller's own, for reading these. Raises OSError when the process has none left."""
         made: list[int] = []
         try:
-            for descriptor in self.descriptors:
-                made.append(os.dup(descriptor))
+            for number in numbers:
+                if number not in self._descriptors:
+                    arena = self._arena(number)
+                    self._descriptors[number] = _for_reading(arena.fd, arena.reading_fd)
+                made.append(os.dup(self._descriptors[number]))
         except OSError:
             for descriptor in made:
                 os.close(descriptor)
             raise
         return made
 
-    def close(self) -> None:
-        for descriptor in self.descriptors:
+    def forget(self, number: int) -> None:
+        """An arena was given up."""
+        if (descriptor := self._descriptors.pop(number, None)) is not None:
             os.close(descriptor)
+
+    def close(self) -> None:
+        for number in list(self._descriptors):
+            self.forget(number)
+
+    def _arena(self, number: int) -> Arena:
+        return self._tiers[number % 2].arenas[number // 2]
+
+
+def _retired(tell: Callable[[int], None], which: int, number: int) -> None:
+    tell(number * 2 + which)
 
 
 def _for_reading(descriptor: int, reading: int) -> int:
@@ -73,34 +94,40 @@ def _for_reading(descriptor: int, reading: int) -> int:
 
 
 class MappedArenas:
-    """A client's view of them. Takes the descriptors, and closes them. Raises OSError, ValueError."""
+    """A client's view of those that it was given."""
 
-    def __init__(self, arenas: Sequence[wire.Arena], descriptors: Sequence[int]) -> None:
-        self._maps: list[mmap.mmap] = []
+    def __init__(self) -> None:
+        self._maps: dict[int, mmap.mmap] = {}
+        self._bytes: dict[int, NDArray[np.uint8]] = {}
+
+    def add(self, arena: wire.Arena, descriptor: int) -> None:
+        """Map one more. Takes the descriptor, and closes it. Raises OSError, ValueError."""
         try:
-            for arena, descriptor in zip(arenas, descriptors, strict=True):
-                self._maps.append(mmap.mmap(descriptor, arena.size, prot=mmap.PROT_READ))
-        except BaseException:
-            self.close()
-            raise
+            mapped = mmap.mmap(descriptor, arena.size, prot=mmap.PROT_READ)
         finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
-        self._bytes = [np.frombuffer(mapped, np.uint8) for mapped in self._maps]
+            os.close(descriptor)
+        self._maps[arena.number] = mapped
+        self._bytes[arena.number] = np.frombuffer(mapped, np.uint8)
+
+    def remove(self, number: int) -> None:
+        """The daemon gave this one up: unmap it, with the last view."""
+        self._bytes.pop(number, None)
+        if (mapped := self._maps.pop(number, None)) is not None:
+            with contextlib.suppress(BufferError):
+                mapped.close()
 
     def view(self, place: tuple[int, int], nbytes: int) -> NDArray[np.uint8]:
         """`nbytes` bytes at (number of arena, offset), for reading. Raises ValueError for a place that there is not."""
         number, offset = place
-        if not (0 <= number < len(self._bytes) and 0 <= offset <= len(self._bytes[number]) - nbytes):
+        held = self._bytes.get(number)
+        if held is None or not 0 <= offset <= len(held) - nbytes:
             raise ValueError(f"no {nbytes} bytes at {offset} in arena {number}")
-        return self._bytes[number][offset : offset + nbytes]
+        return held[offset : offset + nbytes]
 
     def close(self) -> None:
         """Unmap what no view reads any more."""
-        self._bytes = []
-        for mapped in self._maps:
-            with contextlib.suppress(BufferError):  # goes with the view
-                mapped.close()
+        for number in list(self._maps):
+            self.remove(number)
 
 
 class StagingMemory:

@@ -5,8 +5,8 @@
 
 A client greets with `Hello`, of which every version understands the first two fields, and gets `Welcome` or `Refused`.
 From then on it sends requests, as many at a time as it likes, each with a number of its own; replies carry that number
-and come in any order. Number 0 asks for no reply. `Tiles` come by themselves. Token ids are raw int32, little endian.
-KV never goes through the socket, see `shared_memory`.
+and come in any order. Number 0 asks for no reply. `Tiles` and `Retired` come by themselves. Token ids are raw int32,
+little endian. KV never goes through the socket, see `shared_memory`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_FRAME = 4 << 20
 """Bytes of the longest message: 1,000,000 tokens."""
 
@@ -48,14 +48,14 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="kvstore"):
 
 
 class Arena(Message, frozen=True):
-    """Memory that comes with the welcome as a descriptor, to be mapped for reading."""
+    """Memory that comes with a reply as a descriptor, to be mapped for reading. No other ever has its number."""
 
-    tier: Literal["hot", "warm"]
+    number: Count
     size: Count
 
 
 class Welcome(Message, frozen=True, tag=1):
-    """What holds for the connection. Descriptors of the `arenas`, in order, come with this frame.
+    """What holds for the connection.
 
     lease_seconds: a lease that the client did not use or renew for so long ends. codec: as in the profile.
     """
@@ -66,7 +66,6 @@ class Welcome(Message, frozen=True, tag=1):
     lease_seconds: float
     codec: str
     path: str | None
-    arenas: list[Arena]
 
 
 class Refused(Message, frozen=True, tag=2):
@@ -389,7 +388,8 @@ class Leased(Message, frozen=True, tag=104):
     """As `Found`, of what is leased now, under `lease`.
 
     places: (number of arena, offset) of each block that lies in memory, (-1, 0) for others. flash_bytes_per_second: as
-    `Lease.flash_bytes_per_second`. found: tokens that the look-up found, before anything vanished.
+    `Lease.flash_bytes_per_second`. arenas: of these places, those that this client was not given before; their
+    descriptors, in this order, come with this frame.
     """
 
     id: int
@@ -401,6 +401,7 @@ class Leased(Message, frozen=True, tag=104):
     places: list[tuple[int, int]]
     whole: bool
     flash_bytes_per_second: float | None
+    arenas: list[Arena]
 
 
 class Brought(Message, frozen=True, tag=105):
@@ -408,6 +409,7 @@ class Brought(Message, frozen=True, tag=105):
 
     id: int
     places: dict[int, tuple[int, int]]
+    arenas: list[Arena]
 
 
 class Tiles(Message, frozen=True, tag=106):
@@ -417,6 +419,12 @@ class Tiles(Message, frozen=True, tag=106):
     there: list[int]
     failed: dict[int, str]
     bytes_read: int
+
+
+class Retired(Message, frozen=True, tag=111):
+    """The daemon gave an arena up, in which nothing is leased: unmap it."""
+
+    arena: int
 
 
 class HeldTokens(Message, frozen=True, tag=107):
@@ -452,12 +460,12 @@ AnyReply = (
     Done | Failed | Opened | Found | Leased | Brought | Tiles | HeldTokens | StagingGiven | Stored | Answer
 )
 Greeting = Welcome | Refused
-Outgoing = AnyReply | Greeting
+Outgoing = AnyReply | Retired | Greeting
 
 _encoder = msgspec.msgpack.Encoder()
 _hello = msgspec.msgpack.Decoder(Hello)
 _request = msgspec.msgpack.Decoder(AnyRequest)
-_reply = msgspec.msgpack.Decoder(AnyReply | Refused)
+_reply = msgspec.msgpack.Decoder(AnyReply | Retired | Refused)
 _greeting = msgspec.msgpack.Decoder(Greeting)
 
 
@@ -482,7 +490,7 @@ def request(payload: bytes) -> AnyRequest:
     return _decoded(_request, payload)  # type: ignore[no-any-return]
 
 
-def reply(payload: bytes) -> AnyReply | Refused:
+def reply(payload: bytes) -> AnyReply | Retired | Refused:
     """Raises FrameError."""
     return _decoded(_reply, payload)  # type: ignore[no-any-return]
 

@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from kvstore.daemon.remote_store import connect
 from kvstore.store import open_store
+from tests.daemon.running import daemon
 from tests.known_kv import LAYOUT, identity, prompt, put, small_profile
 
 PROFILE = small_profile(hot_bytes=8 * 4096, warm_bytes=256 * 4096, cold_bytes=64 << 20)
@@ -258,6 +260,23 @@ def test_bad_arguments_are_one_line_and_exit_2(built: Path, arguments: list[str]
     (line,) = done.err.splitlines()
     assert line.startswith("kvstore: ")
     assert (says or "/nowhere.json") in line
+
+
+def test_quotas_are_a_daemons(built: Path, tmp_path: Path) -> None:
+    refused = Command(["--dir", str(built)], dict(os.environ))("quota", code=2)
+    assert "only a daemon" in refused.err
+    profile = small_profile(tenant_memory_bytes=1 << 20)
+    with (
+        daemon(tmp_path / "kv", profile) as running,
+        connect(running.socket, identity=identity(salt=b"one"), fallback="none") as store,
+    ):
+        put(store, prompt(1, 50))  # type: ignore[arg-type]
+        command = Command(["--socket", str(running.socket)], dict(os.environ))
+        (found,) = command("quota", "--json").json
+        assert (found["memory_bytes"], found["most_memory_bytes"]) == (4 * 4096, 1 << 20)
+        assert found["most_flash_bytes"] is None
+        assert "1.0 MiB" in command("quota").out
+        assert "no limit" in command("quota").out
 
 
 def test_no_directory_is_said_so(tmp_path: Path) -> None:

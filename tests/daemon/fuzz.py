@@ -26,7 +26,7 @@ from kvstore.daemon.remote_store import connect
 from tests.known_kv import identity, load, prompt, put, small_profile
 
 from .raw_client import RawClient
-from .running import Daemon, daemon
+from .running import Daemon, daemon, descriptors
 from .test_wire import MESSAGES
 
 _BATCH = 30  # frames sent at a time, at most; the first that is no request ends a batch, and the connection
@@ -82,12 +82,12 @@ def fuzz(running: Daemon, frames: int, seed: int) -> Fuzzed:
                 if not found:  # what the frames put is newer
                     put(good, prompt(1, 50))  # type: ignore[arg-type]
             if result.frames <= frames // 10:
-                before = _resident(running.pid), _descriptors(running.pid)
+                before = _resident(running.pid), descriptors(running.pid)
         client.close()
         good.flush()
         good.check()
         result.growth = _resident(running.pid) - before[0]
-        result.descriptors = _descriptors(running.pid) - before[1]
+        result.descriptors = descriptors(running.pid) - before[1]
     return result
 
 
@@ -169,10 +169,6 @@ def _value(order: random.Random, name: str, old: Any) -> Any:
 
 def _resident(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def _descriptors(pid: int) -> int:
-    return len(os.listdir(f"/proc/{pid}/fd"))
 
 
 def main() -> int:

@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,15 @@ def _serve(connection: Connection, path: str, profile: Profile, socket: str, opt
     except Exception as error:
         connection.send(f"{type(error).__name__}: {error}")
         sys.exit(1)
+
+
+def descriptors(pid: int, *, arenas: bool = False) -> int:
+    """How many a daemon has open; or of its arenas, which it makes when they are needed, within its budgets."""
+    named = []
+    for each in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            named.append(os.readlink(each).startswith(("/memfd:kvstore-hot", "/memfd:kvstore-warm")))
+    return sum(is_arena == arenas for is_arena in named)
 
 
 @contextmanager

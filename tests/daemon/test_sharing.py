@@ -58,10 +58,16 @@ def _write_into_arena(connection: Connection, path: str) -> None:
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="sealed memory is Linux's")
 def test_an_arena_cannot_be_opened_anew_for_writing_nor_cut(tmp_path: Path) -> None:
     """A descriptor of memory that is the user's own file: /proc gives it back with all rights."""
-    with daemon(tmp_path / "kv") as running, raw_client(running.socket) as client:
-        welcome = client.greet()
-        assert len(client.descriptors) == len(welcome.arenas) > 0
-        for descriptor, arena in zip(client.descriptors, welcome.arenas, strict=True):
+    with (
+        daemon(tmp_path / "kv") as running,
+        connected(running) as store,
+        raw_client(running.socket) as client,
+    ):
+        put(store, prompt(1, 50))
+        client.greet()
+        leased = lease_of(client, client.open(identity()), prompt(1, 50))
+        assert len(client.descriptors) == len(leased.arenas) > 0
+        for descriptor, arena in zip(client.descriptors, leased.arenas, strict=True):
             again = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR)
             with pytest.raises(PermissionError):
                 mmap.mmap(again, arena.size)
@@ -78,10 +84,9 @@ def test_staging_memory_cannot_be_cut_under_the_daemon(tmp_path: Path) -> None:
     """A daemon killed by SIGBUS: it read past the end of a file that a client had shortened."""
     with daemon(tmp_path / "kv") as running, raw_client(running.socket) as client:
         client.greet()
-        arenas = len(client.descriptors)
         given = client.ask(wire.Staging(5, 100_000))
         assert given.nbytes >= 100_000
-        staging = client.descriptors[arenas]
+        staging = client.descriptors[0]
         with pytest.raises(PermissionError):
             os.ftruncate(staging, 0)
         with pytest.raises(PermissionError):

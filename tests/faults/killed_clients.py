@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kvstore.daemon.remote_store import RemoteStore, connect
 from kvstore.stats import Stats
-from tests.daemon.running import Daemon
+from tests.daemon.running import Daemon, descriptors
 from tests.known_kv import empty, identity, load, prompt, put, small_profile
 
 from .child import Child
@@ -162,7 +162,7 @@ class Left:
         process = Path(f"/proc/{running.pid}")
         maps = (process / "maps").read_text().count("kvstore-staging")
         return cls(
-            descriptors=len(os.listdir(process / "fd")),
+            descriptors=descriptors(running.pid),
             threads=len(os.listdir(process / "task")),
             maps=maps,
             leased=stats.hot.leased + stats.warm.leased + stats.cold.leased,

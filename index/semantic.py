@@ -69,7 +69,7 @@ class _Waiting:
 
 
 class SemanticIndex:
-    """Over one embedder, kept in the file `path` from `save` to the next start.
+    """Over one embedder, kept in the file `path`, encrypted by `cipher`, from `save` to the next start.
 
     At most `capacity` blocks (4 * dimension bytes each, three times that for a moment while room is doubled) and
     `queue` texts that wait; `batch` of these are embedded at once, which is how long a search may have to wait for
@@ -84,15 +84,19 @@ class SemanticIndex:
         capacity: int = 100_000,
         queue: int = 1024,
         batch: int = 8,
+        cipher: vector_file.Cipher | None = None,
     ) -> None:
         if min(capacity, queue, batch) < 1:
             raise ValueError(f"capacity, queue and batch are 1 or more, got {capacity}, {queue}, {batch}")
         self._embedder = embedder
         self._path = path
+        self._cipher = cipher
         self._capacity = capacity
         self._queue_limit = queue
         self._batch = batch
-        opened = vector_file.Opened("new", {}) if path is None else vector_file.read(path, embedder.digest)
+        opened = (
+            vector_file.Opened("new", {}) if path is None else vector_file.read(path, embedder.digest, cipher)
+        )
         self._opened = opened.state
         self._kept = opened.vectors  # by key: of the last run, and not added again yet
         self._vectors: vectors.Vectors | None = None  # None until the dimension is known
@@ -233,7 +237,9 @@ class SemanticIndex:
                 if rows is None:
                     self._path.unlink(missing_ok=True)
                     return 0
-                return vector_file.write(self._path, self._embedder.name, self._embedder.digest, keys, rows)
+                return vector_file.write(
+                    self._path, self._embedder.name, self._embedder.digest, keys, rows, self._cipher
+                )
             except OSError:
                 with self._changed:
                     self._changes += changes

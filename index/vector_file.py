@@ -3,7 +3,7 @@
 A file is the xxh3-128 of the rest, then one msgpack map: format, the embedder's name and digest, dimension, the
 keys of the blocks and their vectors as float16, little-endian, row by row. It takes its name when it is complete
 and on the medium. One that is damaged, or whose vectors another embedder made, is not used; nothing else follows
-from that, as every vector can be computed again.
+from that, as every vector can be computed again. Who keeps it may have the map encrypted.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -20,6 +20,13 @@ from numpy.typing import NDArray
 
 _FORMAT = 1
 _DIGEST_BYTES = 16
+
+
+class Cipher(Protocol):
+    """Encrypts a file. `open` raises an exception of its own for what `seal` did not give."""
+
+    def seal(self, plain: bytes) -> bytes: ...
+    def open(self, stored: bytes) -> bytes: ...
 
 
 class _Contents(msgspec.Struct, frozen=True):
@@ -38,7 +45,7 @@ class Opened(NamedTuple):
     vectors: dict[bytes, NDArray[np.float16]]
 
 
-def read(path: Path, embedder_digest: str) -> Opened:
+def read(path: Path, embedder_digest: str, cipher: Cipher | None = None) -> Opened:
     """All of the file at `path`, or nothing of it. Raises no error whatever is there."""
     try:
         data = path.read_bytes()
@@ -48,8 +55,14 @@ def read(path: Path, embedder_digest: str) -> Opened:
         return Opened(f"rebuilt: {path.name} cannot be read ({error.strerror})", {})
     if xxhash.xxh3_128_digest(memoryview(data)[_DIGEST_BYTES:]) != data[:_DIGEST_BYTES]:
         return Opened(f"rebuilt: {path.name} is damaged", {})
+    plain = data[_DIGEST_BYTES:]
+    if cipher is not None:
+        try:
+            plain = cipher.open(plain)
+        except Exception:  # of a kind that only the cipher knows
+            return Opened(f"rebuilt: {path.name} is of another key", {})
     try:
-        contents = msgspec.msgpack.decode(memoryview(data)[_DIGEST_BYTES:], type=_Contents)
+        contents = msgspec.msgpack.decode(plain, type=_Contents)
     except msgspec.DecodeError:
         return Opened(f"rebuilt: {path.name} is of another format", {})
     if contents.format != _FORMAT:
@@ -69,7 +82,12 @@ def size(blocks: int, dimension: int) -> int:
 
 
 def write(
-    path: Path, embedder: str, embedder_digest: str, keys: Sequence[bytes], vectors: NDArray[np.float16]
+    path: Path,
+    embedder: str,
+    embedder_digest: str,
+    keys: Sequence[bytes],
+    vectors: NDArray[np.float16],
+    cipher: Cipher | None = None,
 ) -> int:
     """Replace the file at `path` by `vectors` [n, dimension] of n `keys`; returns its bytes.
 
@@ -84,6 +102,8 @@ def write(
         np.ascontiguousarray(vectors, "<f2").tobytes(),
     )
     data = msgspec.msgpack.encode(contents)
+    if cipher is not None:
+        data = cipher.seal(data)
     scratch = path.with_name(path.name + ".tmp")
     try:
         with scratch.open("wb") as file:

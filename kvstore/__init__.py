@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .api import Store as Store
     from .daemon.remote_store import RemoteStore as RemoteStore
     from .daemon.remote_store import connect as connect
+    from .encryption import Key as Key
     from .errors import KVStoreError as KVStoreError
     from .identity import Adapter as Adapter
     from .identity import Identity as Identity
@@ -31,6 +32,7 @@ _HOMES = {
     "Adapter": "identity",
     "connect": "daemon.remote_store",
     "Identity": "identity",
+    "Key": "encryption",
     "KVStore": "store",
     "KVStoreError": "errors",
     "Layout": "layout",

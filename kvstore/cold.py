@@ -19,8 +19,8 @@ from pathlib import Path
 
 from . import flash_file
 from .cold_index import ColdIndex, Opened, Row, row_bytes
-from .directory import SCRATCH, DataDirectory
-from .record import BadRecordError, Header, RecordReader
+from .directory import SCRATCH, DataDirectory, record_name
+from .record import BadRecordError, ForeignRecordError, Header, RecordReader
 from .write_budget import WriteBudget
 
 _GROWTH = 256 * 1024  # what folders may grow by between two looks at them, and an index without rows
@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 class ColdTier:
     """Record files under `directory`, at most `budget` bytes of disk in all: records, index, folders, quarantine.
 
+    Records of another key than the directory's take their room until it is needed.
     What a record occupies includes its row of the index. `bytes_per_day` limits what is written, index included.
     `reserve`, `release` and accounting are called under the store's lock; `reader` outside it; `may_write`, `write`,
     `write_index` and `sync` outside it and by one thread.
@@ -49,12 +50,15 @@ class ColdTier:
         self._directory = directory
         self._page = max(4096, os.statvfs(directory.path).f_frsize)
         self._row_bytes = row_bytes(block_tokens)
-        self._index = ColdIndex(directory.index)
+        self.cipher = directory.cipher
+        """Encrypts records; None: they are not."""
+        self._index = ColdIndex(directory.index, directory.cipher)
         self._unsynced: set[Path] = set()
         self._unsynced_bytes = 0
         self._changes = 0  # of records since the index was written
         self._count = 0
         self.bad: Counter[str] = Counter()
+        self._foreign: dict[Path, int] = {}
         self.rows = self._reconcile()
         self._records = sum(row.file_bytes for row in self.rows.values())
         self._quarantine = {
@@ -71,7 +75,8 @@ class ColdTier:
     @property
     def used(self) -> int:
         """Bytes of disk in use or reserved."""
-        return self._records + sum(self._quarantine.values()) + self._overhead
+        useless = sum(self._quarantine.values()) + sum(self._foreign.values())
+        return self._records + useless + self._overhead
 
     @property
     def free(self) -> int:
@@ -84,17 +89,22 @@ class ColdTier:
     def reserve(self, nbytes: int) -> int | None:
         """Set disk space for a record of `nbytes` aside; the reserved size, or None when there is no room.
 
-        Quarantined records go first: they are of no use to a request.
+        Quarantined records go first, then those of another key: they are of no use to a request.
         """
         size = self.room(nbytes)
-        while self._quarantine and self.free < size:
-            path = next(iter(self._quarantine))
-            path.unlink(missing_ok=True)
-            del self._quarantine[path]
+        self.drop_useless(size)
         if self.free < size:
             return None
         self._records += size
         return size
+
+    def drop_useless(self, needed: int) -> None:
+        """Delete what no request can use, as far as there is less room than `needed`."""
+        for useless in (self._quarantine, self._foreign):
+            while useless and self.free < needed:
+                path = next(iter(useless))
+                path.unlink(missing_ok=True)
+                del useless[path]
 
     def release(self, size: int) -> None:
         """Give reserved space back."""
@@ -166,11 +176,11 @@ class ColdTier:
 
     def reader(self, key: bytes) -> RecordReader:
         """Open a record. Raises BadRecordError."""
-        return RecordReader(self._directory.block_file(key))
+        return RecordReader(self._directory.block_file(key), self.cipher)
 
     def reader_aside(self, number: int) -> RecordReader:
         """Open a record that was set aside. Raises BadRecordError."""
-        return RecordReader(self._directory.aside_file(number))
+        return RecordReader(self._directory.aside_file(number), self.cipher)
 
     @property
     def index_is_due(self) -> bool:
@@ -250,7 +260,7 @@ class ColdTier:
     def _reconcile(self) -> dict[bytes, Row]:
         """Rows that have a record, and records that had no row."""
         rows = self._index.rows
-        by_name = {key[:16].hex(): row for key, row in rows.items()}
+        by_name = {record_name(key, self.cipher): row for key, row in rows.items()}
         kept: dict[bytes, Row] = {}
         adopted = 0
         with os.scandir(self._directory.blocks) as entries:
@@ -270,11 +280,15 @@ class ColdTier:
     def _adopt(self, entry: os.DirEntry[str]) -> Row | None:
         """A row made from a record's own header; a record that has none to trust is set aside."""
         try:
-            reader = RecordReader(entry.path)
+            reader = RecordReader(entry.path, self.cipher)
             reader.close()
             header: Header = reader.header
-            if header.key[:16].hex() != entry.name:
+            if record_name(header.key, self.cipher) != entry.name:
                 raise BadRecordError("key", f"{entry.name} holds {header.key.hex()}")
+        except ForeignRecordError as error:
+            self.bad[error.reason] += 1
+            self._foreign[Path(entry.path)] = _allocated(Path(entry.path))
+            return None
         except BadRecordError as error:
             self.bad[error.reason] += 1
             with contextlib.suppress(OSError):

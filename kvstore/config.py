@@ -29,6 +29,7 @@ from kvstore.prefetch.cost import DEVICES
 from kvstore.prefetch.eviction import POLICIES
 
 from .codec import Codec
+from .encryption import Key
 from .errors import BudgetError, KVStoreError
 from .profile import PROFILES, Profile
 
@@ -61,12 +62,14 @@ class ConfigError(KVStoreError, ValueError):
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Every setting. `profile` gives what is None: see `Profile` for the fields of that name.
 
+    key_file: holds the key that encrypts what lies on flash, "" for none: see `encryption`.
     http: address and port of the web page and the metrics, on loopback; "" for none.
     """
 
     directory: str
     socket: str
     profile: str = "cpu"
+    key_file: str = ""
     http: str = ""
     log_level: LogLevel = "warning"
     log_format: LogFormat = "text"
@@ -130,6 +133,14 @@ class Config:
     @property
     def socket(self) -> Path:
         return Path(self.settings.socket).expanduser()
+
+    @property
+    def key_file(self) -> Path | None:
+        return Path(self.settings.key_file).expanduser() if self.settings.key_file else None
+
+    def key(self) -> Key | None:
+        """The key in the file. Raises EncryptionError."""
+        return None if self.key_file is None else Key.of_file(self.key_file)
 
     def device(self) -> Profile:
         """The profile with what was set of it. Raises ConfigError where that does not go together."""

@@ -3,10 +3,10 @@
 FORMAT        format version and block size, written once
 LOCK          flock of the owning process, its pid inside
 index/        LMDB index, named after the digest of its content
-blocks/       one record a block, named after its key; *.tmp goes on opening
+blocks/       one record a block, named after its key, or by a keyed hash of it; *.tmp goes on opening
 quarantine/   records that failed a check, kept for inspection within the budget
 writes        how much was written today, with its checksum; only under a write budget
-pins          prefixes that are not to be evicted, with a checksum; only where there are any
+pins          prefixes that are not to be evicted, with a checksum; only where there are any; of a key: pins.<its id>
 identities/   what each identity digest stands for, what was measured of moved reuse for it, and what its blocks
               speak of, as vectors
 """
@@ -16,11 +16,13 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 from pathlib import Path
 
 import msgspec
 import xxhash
 
+from .encryption import Cipher
 from .errors import DirectoryInUseError, DirectoryUnusableError, FormatMismatchError
 
 FORMAT = 1
@@ -48,8 +50,10 @@ class DataDirectory:
     Raises DirectoryInUseError, DirectoryUnusableError or FormatMismatchError; nothing is changed then.
     """
 
-    def __init__(self, path: Path, block_tokens: int) -> None:
+    def __init__(self, path: Path, block_tokens: int, cipher: Cipher | None = None) -> None:
         self.path = path
+        self.cipher = cipher
+        """Encrypts what tells of tokens or KV; None leaves all in clear."""
         self._lock = -1
         try:
             fresh = self._check_format(block_tokens)
@@ -88,11 +92,10 @@ class DataDirectory:
 
     @property
     def pins(self) -> Path:
-        return self.path / "pins"
+        return self.path / pins_name(self.cipher)
 
     def block_file(self, key: bytes) -> Path:
-        """Half of the key names the file; the record holds the whole key and is checked against it."""
-        return self.path / "blocks" / key[:16].hex()
+        return self.path / "blocks" / record_name(key, self.cipher)
 
     def aside_file(self, number: int) -> Path:
         """Where the record of a dropped block waits for the end of its last lease."""
@@ -183,6 +186,20 @@ class DataDirectory:
                 f"open it with block_tokens={found.block_tokens} or use another directory"
             )
         return False
+
+
+def record_name(key: bytes, cipher: Cipher | None) -> str:
+    """The file of a block's record: half of its key, or as much of a keyed hash. The record is checked against it."""
+    return (key[:16] if cipher is None else cipher.name(key)).hex()
+
+
+def pins_name(cipher: Cipher | None) -> str:
+    return "pins" if cipher is None else f"pins.{cipher.id.hex()}"
+
+
+def is_part(name: str) -> bool:
+    """Whether what lies in a data directory is a part of it."""
+    return name in PARTS or name.endswith(SCRATCH) or re.fullmatch("pins[.][0-9a-f]{16}", name) is not None
 
 
 def write_format(path: Path, block_tokens: int) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from .directory import DataDirectory
+from .encryption import Cipher, Key
 from .prefetching import Prefetching
 from .profile import Profile
 from .put_later import LaterPuts
@@ -20,13 +21,17 @@ _IO_THREADS = 2
 
 
 class OpenDirectory:
-    """`path` None keeps everything in memory. walled: tenants share no memory, see `memory`.
+    """`path` None keeps everything in memory. key: encrypts what lies on flash, see `encryption`. walled: tenants
+    share no memory, see `memory`.
 
     Raises as `store.open_store` does; the directory is as it was then.
     """
 
-    def __init__(self, path: Path | None, profile: Profile, *, walled: bool = False) -> None:
-        self.directory = None if path is None else DataDirectory(path, profile.block_tokens)
+    def __init__(
+        self, path: Path | None, profile: Profile, key: Key | None = None, *, walled: bool = False
+    ) -> None:
+        cipher = None if key is None else Cipher(key)
+        self.directory = None if path is None else DataDirectory(path, profile.block_tokens, cipher)
         try:
             self.tiers = Tiers(profile, self.directory, walled=walled)
         except BaseException:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal, overload
 
 from .api import Store
+from .encryption import Key
 from .errors import DaemonLostError
 from .identity import Identity
 from .profile import CPU, Profile
@@ -24,6 +25,7 @@ def open_any(
     *,
     identity: Identity,
     profile: Profile = CPU,
+    key: Key | None = None,
     daemon: Literal[False],
 ) -> KVStore: ...
 
@@ -34,6 +36,7 @@ def open_any(
     *,
     identity: Identity,
     profile: Profile = CPU,
+    key: Key | None = None,
     daemon: str | os.PathLike[str] | bool | None = None,
 ) -> Store: ...
 
@@ -43,20 +46,22 @@ def open_any(
     *,
     identity: Identity,
     profile: Profile = CPU,
+    key: Key | None = None,
     daemon: str | os.PathLike[str] | bool | None = None,
 ) -> Store:
     """Open a store for one identity; `kvstore.open`.
 
     daemon: the socket of the daemon that is to hold it, True for the user's own; False for none, which is what None
-    means unless KVSTORE_DAEMON names a socket, or is "auto". With a daemon, `path` and `profile` are those of the store
-    that serves when none is there at the start, as without one; for what serves when it goes later, see `connect`.
+    means unless KVSTORE_DAEMON names a socket, or is "auto". With a daemon, `path`, `profile` and `key` are those of
+    the store that serves when none is there at the start, as without one; for what serves when it goes later, see
+    `connect`.
 
     Raises what `store.open_store` does.
     """
     if daemon is None and (named := os.environ.get(_VARIABLE)):
         daemon = True if named == "auto" else named
     if daemon is None or daemon is False:
-        return open_store(path, identity=identity, profile=profile)
+        return open_store(path, identity=identity, profile=profile, key=key)
     from .daemon.remote_store import connect
 
     socket = None if daemon is True else Path(daemon)
@@ -64,4 +69,4 @@ def open_any(
         return connect(socket, identity=identity, profile=profile, required=True)
     except DaemonLostError as error:
         log.warning("%s; a store of this process serves", error)
-        return open_store(path, identity=identity, profile=profile)
+        return open_store(path, identity=identity, profile=profile, key=key)

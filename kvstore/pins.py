@@ -19,6 +19,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from .block import Block, block_key
+from .encryption import AlteredError, Cipher, OtherKeyError
 from .errors import BudgetError
 from .namespace import ROOT_KEY
 
@@ -51,11 +52,14 @@ class _Piece(NamedTuple):
 class Pins:
     """The pins of one data directory, kept in `file` (None: in memory), at most `limit` bytes of KV in all.
 
-    Prefixes that several pins share count once. Called under the store's lock.
+    `cipher` encrypts the file. Prefixes that several pins share count once. Called under the store's lock.
     """
 
-    def __init__(self, file: Path | None, block_tokens: int, limit: int) -> None:
+    def __init__(
+        self, file: Path | None, block_tokens: int, limit: int, cipher: Cipher | None = None
+    ) -> None:
         self.limit = limit
+        self._cipher = cipher
         self._file = file
         self._block_tokens = block_tokens
         self._pins: dict[tuple[bytes, bytes], Pin] = {}
@@ -64,7 +68,7 @@ class Pins:
         self._holders: dict[_Piece, Block] = {}
         self.used = 0
         """Bytes of KV that are pinned, held or not, in whole blocks."""
-        for pin in read(file) if file is not None else ():
+        for pin in read(file, cipher) if file is not None else ():
             if self.used + self._more(pin) <= limit:
                 self._insert(pin)
             else:
@@ -154,16 +158,23 @@ class Pins:
     def _write(self, pins: Iterable[Pin]) -> None:
         if self._file is None:
             return
-        content = msgspec.msgpack.encode(list(pins))
-        scratch = self._file.with_suffix(".tmp")
-        scratch.write_bytes(xxhash.xxh3_64_digest(content) + content)
-        scratch.rename(self._file)
+        write(self._file, pins, self._cipher)
 
 
-def read(file: Path) -> list[Pin]:
+def write(file: Path, pins: Iterable[Pin], cipher: Cipher | None = None) -> None:
+    """Keep pins in a file. Raises OSError."""
+    content = msgspec.msgpack.encode(list(pins))
+    if cipher is not None:
+        content = cipher.seal(content)
+    scratch = file.with_suffix(".tmp")
+    scratch.write_bytes(xxhash.xxh3_64_digest(content) + content)
+    scratch.rename(file)
+
+
+def read(file: Path, cipher: Cipher | None = None) -> list[Pin]:
     """The pins kept in a file; none where it is missing or damaged, which is logged."""
     try:
-        found = check(file)
+        found = check(file, cipher)
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:
@@ -172,9 +183,15 @@ def read(file: Path) -> list[Pin]:
     return found
 
 
-def check(file: Path) -> list[Pin]:
+def check(file: Path, cipher: Cipher | None = None) -> list[Pin]:
     """The same. Raises OSError, and ValueError for a damaged file."""
     content = file.read_bytes()
     if xxhash.xxh3_64_digest(content[8:]) != content[:8]:
         raise ValueError("its checksum does not fit")
-    return msgspec.msgpack.decode(content[8:], type=list[Pin])
+    content = content[8:]
+    if cipher is not None:
+        try:
+            content = cipher.open(content)
+        except (OtherKeyError, AlteredError) as error:
+            raise ValueError("it is not what was written under this key") from error
+    return msgspec.msgpack.decode(content, type=list[Pin])

@@ -7,6 +7,9 @@
 
 A record says by itself what it is, so the index can be rebuilt from records alone. Frames of all layers of a group
 lie together: one (block, group) is one contiguous read.
+
+Under a key a record has a version of its own. Header and frames are encrypted, see `encryption`; before the header
+stands in clear under which key and salt, and with it are the tags of the frames. Checksums are over what is stored.
 """
 
 from __future__ import annotations
@@ -24,11 +27,13 @@ from numpy.typing import NDArray
 from . import codec
 from .codec import Codec
 from .codec_shape import FrameShape
+from .encryption import CLEAR_BYTES, AlteredError, Cipher, Decryption, OtherKeyError, Sealing
 from .flash_file import PAGE, FlashReader
 from .layout import Layout
 
 MAGIC = b"NPUKVBLK"
 VERSION = 2
+ENCRYPTED = 3  # the version of a record under a key
 _PREAMBLE = struct.Struct("<8sIIQ")
 _MAX_HEADER = 1 << 20
 
@@ -43,6 +48,10 @@ class BadRecordError(Exception):
 
 class NotNowError(BadRecordError):
     """A record that cannot be read for want of file descriptors or memory: there is nothing wrong with it."""
+
+
+class ForeignRecordError(BadRecordError):
+    """A record that another key opens, or none where one was given: nothing is wrong with it."""
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True):
@@ -86,6 +95,13 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
         return np.frombuffer(self.tokens, dtype="<i4").astype(np.int32)
 
 
+class _Sealed(msgspec.Struct, frozen=True, array_like=True):
+    """What is encrypted at the start of a record under a key."""
+
+    header: Header
+    tags: tuple[bytes, ...]
+
+
 def encode(
     *,
     identity: bytes,
@@ -98,50 +114,75 @@ def encode(
     layout: Layout,
     groups: Sequence[range],
     with_codec: Codec,
+    cipher: Cipher | None = None,
 ) -> tuple[Header, list[bytes | memoryview]]:
     """A record's header, and its pieces, to be written one after the other.
 
     raw: the block (uint8, in the layout's raw form), of which each of `groups`, contiguous layers, makes one frame.
+    cipher: encrypts the record.
     """
     frames: list[Frame] = []
-    pieces: list[bytes | memoryview] = []
+    stored: list[list[bytes | memoryview]] = []
     offset = 0
     for layers in groups:
         shape = FrameShape(layout, layers, len(tokens), start)
         encoded = codec.encode(with_codec, raw[layout.span(layers, len(tokens))], shape)
-        checksum = xxhash.xxh3_64()
-        for piece in encoded.pieces:
-            checksum.update(piece)
         frame = Frame(
             offset=offset,
             layers=(layers.start, layers.stop),
             form=encoded.form,
             lengths=tuple(len(piece) for piece in encoded.pieces),
             raw_length=shape.nbytes,
-            checksum=checksum.intdigest(),
+            checksum=0 if cipher is not None else _digest(encoded.pieces),
         )
         frames.append(frame)
-        pieces += encoded.pieces
+        stored.append(encoded.pieces)
         offset += frame.length
     ids = tokens.astype("<i4").tobytes()
     header = Header(identity, key, parent_key, start, ids, exact, tuple(frames))
-    return header, assemble(header, pieces)
+    if cipher is not None:
+        return encrypt(header, stored, cipher)
+    return header, assemble(header, [piece for pieces in stored for piece in pieces])
+
+
+def encrypt(
+    header: Header, stored: Sequence[Sequence[bytes | memoryview]], cipher: Cipher
+) -> tuple[Header, list[bytes | memoryview]]:
+    """A record under a key, like `encode`; `stored` are the pieces of each frame, and checksums are made anew."""
+    sealing = cipher.sealing()
+    frames, tags = list[Frame](), list[bytes]()
+    pieces: list[bytes | memoryview] = []
+    for number, (frame, plain) in enumerate(zip(header.frames, stored, strict=True), start=1):
+        sealed, tag = sealing.encrypt(number, plain)
+        frames.append(msgspec.structs.replace(frame, checksum=_digest(sealed)))
+        tags.append(tag)
+        pieces += sealed
+    header = msgspec.structs.replace(header, frames=tuple(frames))
+    packed = msgspec.msgpack.encode(_Sealed(header, tuple(tags)))
+    return header, _laid_out(ENCRYPTED, sealing.clear + sealing.seal(0, packed), pieces)
 
 
 def assemble(header: Header, stored: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
     """The pieces of a record whose frames are stored as `stored`, one after the other."""
-    packed = msgspec.msgpack.encode(header)
+    return _laid_out(VERSION, msgspec.msgpack.encode(header), stored)
+
+
+def _laid_out(version: int, packed: bytes, stored: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
     length = _PREAMBLE.size + len(packed) + sum(len(piece) for piece in stored)
-    return [_preamble(packed), packed, bytes(-length % PAGE), *stored]
+    return [_preamble(version, packed), packed, bytes(-length % PAGE), *stored]
 
 
 class RecordReader:
     """Reads one record file. The header is checked on opening, each frame when it is read.
 
-    Raises BadRecordError for anything that is not exactly what was written.
+    `cipher` opens records under its key, and no other. Raises BadRecordError for anything that is not exactly what was
+    written.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], cipher: Cipher | None = None) -> None:
+        self._cipher = cipher
+        self._sealing: Sealing | None = None
+        self._tags: tuple[bytes, ...] = ()
         try:
             self._file = FlashReader(path)
         except FileNotFoundError as error:
@@ -171,17 +212,23 @@ class RecordReader:
             )
         try:
             decoder = codec.decoder(frame.form, frame.lengths, shape)
-            self._read_pieces(frame, decoder.pieces)
-            checksum = xxhash.xxh3_64()
-            for piece in decoder.pieces:
-                checksum.update(piece.data)
-            if checksum.intdigest() != frame.checksum:
-                raise BadRecordError("frame checksum", f"group {number}")
+            self.stored(number, decoder.pieces)
             decoder.finish(out)
         except codec.UnknownFormError as error:
             raise BadRecordError("codec", str(error)) from error
         except ValueError as error:
             raise BadRecordError("decode", str(error)) from error
+
+    def stored(self, number: int, pieces: Sequence[NDArray[np.uint8]]) -> None:
+        """Fill `pieces` (uint8, of the frame's lengths) with layer group `number` as its codec left it; check it."""
+        frame = self.header.frames[number]
+        if self._sealing is None:
+            self._read_pieces(frame, pieces)
+            checksum = _digest([piece.data for piece in pieces])
+        else:
+            checksum = self._decrypt(frame, self._sealing.decryption(number + 1), self._tags[number], pieces)
+        if checksum != frame.checksum:
+            raise BadRecordError("frame checksum", f"group {number}")
         self.bytes_read += frame.length
 
     def read(self, layout: Layout, start: int, out: NDArray[np.uint8]) -> None:
@@ -225,16 +272,16 @@ class RecordReader:
         magic, version, length, checksum = _PREAMBLE.unpack_from(first)
         if magic != MAGIC:
             raise BadRecordError("magic", repr(magic))
-        if version != VERSION:
-            raise BadRecordError("version", f"{version}, this build reads {VERSION}")
+        if version not in (VERSION, ENCRYPTED):
+            raise BadRecordError("version", f"{version}, this build reads {VERSION} and {ENCRYPTED}")
         end = _PREAMBLE.size + length
         if length > _MAX_HEADER or end > size:
             raise BadRecordError("truncated", f"header of {length} bytes in a file of {size}")
         body = (first if end <= len(first) else self._read(0, end))[_PREAMBLE.size : end]
-        if _checksum(body) != checksum:
+        if _checksum(version, body) != checksum:
             raise BadRecordError("header checksum", f"{length} bytes")
         try:
-            header = msgspec.msgpack.decode(body, type=Header)
+            header = self._header_of(version, body)
         except msgspec.DecodeError as error:
             raise BadRecordError("header", str(error)) from error
         frames = sum(frame.length for frame in header.frames)
@@ -245,6 +292,51 @@ class RecordReader:
             )
         self._header_end = end
         return header, size - frames
+
+    def _header_of(self, version: int, body: bytes) -> Header:
+        """Raises msgspec.DecodeError."""
+        if version == VERSION:
+            if self._cipher is not None:
+                raise ForeignRecordError("not encrypted", "a key was given")
+            return msgspec.msgpack.decode(body, type=Header)
+        if self._cipher is None:
+            raise ForeignRecordError("encrypted with another key", "no key was given")
+        try:
+            self._sealing = self._cipher.unsealing(body[:CLEAR_BYTES])
+            plain = self._sealing.open(0, body[CLEAR_BYTES:])
+        except OtherKeyError as error:
+            raise ForeignRecordError("encrypted with another key", "its id differs") from error
+        except AlteredError as error:
+            raise BadRecordError("authentication", "header") from error
+        sealed = msgspec.msgpack.decode(plain, type=_Sealed)
+        if len(sealed.tags) != len(sealed.header.frames):
+            raise msgspec.DecodeError(f"{len(sealed.tags)} tags of {len(sealed.header.frames)} frames")
+        self._tags = sealed.tags
+        return sealed.header
+
+    def _decrypt(
+        self, frame: Frame, decryption: Decryption, tag: bytes, pieces: Sequence[NDArray[np.uint8]]
+    ) -> int:
+        """Decrypt a frame into `pieces` as it is read; the checksum of what was read, which tells damage from fraud."""
+        checksum, left = xxhash.xxh3_64(), frame.length
+        pending = [piece for piece in pieces if len(piece)]
+        for chunk in self._chunks(frame.offset, frame.length):
+            checksum.update(chunk.data)
+            left -= len(chunk)
+            while len(chunk):
+                part = min(len(pending[0]), len(chunk))
+                decryption.update(chunk[:part], pending[0][:part])
+                chunk, rest = chunk[part:], pending[0][part:]
+                pending[:1] = [rest] if len(rest) else []
+        if left:
+            raise BadRecordError("truncated", f"a frame lacks {left} bytes")
+        found = checksum.intdigest()
+        if found == frame.checksum:
+            try:
+                decryption.finish(tag)
+            except AlteredError as error:
+                raise BadRecordError("authentication", "frame") from error
+        return found
 
     def _chunks(self, offset: int, length: int) -> Iterator[NDArray[np.uint8]]:
         """What there is of `length` bytes of frames from `offset` on, each part good until this thread reads again."""
@@ -288,10 +380,17 @@ def check(chunks: Iterator[NDArray[np.uint8]], frames: Sequence[tuple[int, int]]
             raise BadRecordError("frame checksum", f"group {number}")
 
 
-def _preamble(header: bytes) -> bytes:
-    return _PREAMBLE.pack(MAGIC, VERSION, len(header), _checksum(header))
+def _preamble(version: int, header: bytes) -> bytes:
+    return _PREAMBLE.pack(MAGIC, version, len(header), _checksum(version, header))
 
 
-def _checksum(header: bytes) -> int:
+def _checksum(version: int, header: bytes) -> int:
     """Over version and length too, so that no bit of the preamble is free."""
-    return xxhash.xxh3_64_intdigest(struct.pack("<II", VERSION, len(header)) + header)
+    return xxhash.xxh3_64_intdigest(struct.pack("<II", version, len(header)) + header)
+
+
+def _digest(pieces: Sequence[bytes | memoryview]) -> int:
+    checksum = xxhash.xxh3_64()
+    for piece in pieces:
+        checksum.update(piece)
+    return checksum.intdigest()

@@ -19,6 +19,7 @@ from kvstore.index.embedder import Embedder
 
 if TYPE_CHECKING:
     from .block import Block, HeldBlock
+    from .encryption import Cipher
     from .tiers import Tiers
 
 TextOfTokens = Callable[[NDArray[np.int32]], str]
@@ -43,13 +44,20 @@ class Semantics:
     """
 
     def __init__(
-        self, embedder: Embedder, text_of_tokens: TextOfTokens, path: Path | None, block_tokens: int
+        self,
+        embedder: Embedder,
+        text_of_tokens: TextOfTokens,
+        path: Path | None,
+        block_tokens: int,
+        cipher: Cipher | None = None,
     ) -> None:
         self.embedder = embedder
         self._text_of_tokens = text_of_tokens
         self._block_tokens = block_tokens
         # As many may wait as are held: else most are refused when another embedder makes all vectors anew.
-        self._index = semantic.SemanticIndex(embedder, path, capacity=_CAPACITY, queue=_CAPACITY)
+        self._index = semantic.SemanticIndex(
+            embedder, path, capacity=_CAPACITY, queue=_CAPACITY, cipher=cipher
+        )
 
     def add(self, block: Block) -> None:
         """Index a block that became findable."""

@@ -34,6 +34,7 @@ from . import explain as explanation
 from .block import Block, block_key, own_blocks
 from .buffer import KvBuffer, check_buffer
 from .codec import CODECS
+from .encryption import Key
 from .errors import BudgetError, InvalidRequestError, InvalidTokensError, StoreClosedError
 from .identity import Identity
 from .layout import capabilities
@@ -274,10 +275,11 @@ class KVStore:
             before = self._namespace.semantics
             if before is not None and before.embedder.digest == embedder.digest:
                 return
-            path = None
+            path = cipher = None
             if self._shared.directory is not None and self._tiers.cold is not None:
                 path = self._shared.directory.vectors_file(self._digest)
-            semantics = Semantics(embedder, text_of_tokens, path, self.block_tokens)
+                cipher = self._shared.directory.cipher
+            semantics = Semantics(embedder, text_of_tokens, path, self.block_tokens, cipher)
             self._namespace.use_semantics(semantics)
         if before is not None:
             before.close()
@@ -601,17 +603,24 @@ class KVStore:
 _NO_TOKENS = np.empty(0, dtype=np.int32)
 
 
-def open_store(path: str | os.PathLike[str] | None, *, identity: Identity, profile: Profile = CPU) -> KVStore:
+def open_store(
+    path: str | os.PathLike[str] | None,
+    *,
+    identity: Identity,
+    profile: Profile = CPU,
+    key: Key | None = None,
+) -> KVStore:
     """Open a data directory for one identity; `kvstore.open`.
 
     path: the directory, made when it is new; None keeps everything in memory. identity: whose KV this is, with its
-    layout. profile: budgets and block size of the device.
+    layout. profile: budgets and block size of the device. key: encrypts what lies on flash; what is there under another
+    key, or under none, is not seen then. See `encryption`.
 
-    Raises DirectoryInUseError, DirectoryUnusableError, FormatMismatchError, BudgetError; the directory is left as
-    it was then.
+    Raises DirectoryInUseError, DirectoryUnusableError, FormatMismatchError, BudgetError, EncryptionError; the
+    directory is left as it was then.
     """
     location = None if path is None else Path(path).expanduser()
-    shared = OpenDirectory(location, profile)
+    shared = OpenDirectory(location, profile, key)
     try:
         return KVStore(shared, identity)
     except BaseException:

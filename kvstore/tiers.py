@@ -100,7 +100,11 @@ class Tiers:
         self._next_number = 0
         self.cold: ColdTier | None = None
         most_pinned = min(profile.warm_bytes, profile.cold_bytes or profile.warm_bytes) // _PINNED_SHARE
-        self.pins = Pins(None if directory is None else directory.pins, profile.block_tokens, most_pinned)
+        self.pins = (
+            Pins(None, profile.block_tokens, most_pinned)
+            if directory is None
+            else Pins(directory.pins, profile.block_tokens, most_pinned, directory.cipher)
+        )
         """Prefixes that are not evicted; a part of warm and cold memory at most, so that the rest stays a cache."""
         if directory is not None and profile.cold_bytes:
             try:
@@ -579,6 +583,7 @@ class Tiers:
         for block in sorted(blocks, key=lambda block: (block.last_use, -block.start)):
             if block.number in self.blocks:
                 self._orders.insert("cold", block)
+        cold.drop_useless(0)
         while cold.free < 0:  # the budget was lowered
             victim = self._orders.victim("cold", self._may_leave_cold)
             if victim is None:

@@ -195,6 +195,7 @@ class WriteBehind:
             layout=namespace.layout,
             groups=namespace.layer_groups,
             with_codec=namespace.codec,
+            cipher=cold.cipher,
         )
         with self._tiers.lock:
             nbytes = sum(len(piece) for piece in pieces)

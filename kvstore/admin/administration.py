@@ -111,6 +111,7 @@ class Administration(Held):
         self._tiers = opened.tiers
         self.block_tokens = opened.tiers.profile.block_tokens
         self.path = None if opened.directory is None else opened.directory.path
+        self.cipher = None if opened.directory is None else opened.directory.cipher
 
     # -- looking ------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from kvstore import cold_index, pins
 from kvstore.cold_index import Row
-from kvstore.directory import FORMAT, SCRATCH
+from kvstore.directory import FORMAT, SCRATCH, pins_name, record_name
+from kvstore.encryption import Cipher, Key
 from kvstore.errors import DirectoryUnusableError, FormatMismatchError
 from kvstore.identity import Identity
 from kvstore.pipeline.schedule import CallCosts
@@ -43,11 +44,13 @@ if TYPE_CHECKING:
 class BareDirectory(Held):
     """The data directory at `path`. Raises DirectoryUnusableError where there is none, FormatMismatchError.
 
-    What is there is read once, at the first question.
+    Of what is encrypted, that under `key` is seen. What is there is read once, at the first question.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, key: Key | None = None) -> None:
         self.path: Path = path.expanduser()
+        self.cipher = None if key is None else Cipher(key)
+        self._key = key
         self.block_tokens = _block_tokens(self.path)
         self._opened: cold_index.Opened = "new"
         self._entries: list[Entry] | None = None
@@ -70,7 +73,8 @@ class BareDirectory(Held):
     def raw(self, entry: Entry) -> NDArray[np.uint8]:
         layout = self.identities()[entry.identity].layout
         try:
-            with contextlib.closing(RecordReader(self.path / "blocks" / entry.key[:16].hex())) as reader:
+            file = self.path / "blocks" / record_name(entry.key, self.cipher)
+            with contextlib.closing(RecordReader(file, self.cipher)) as reader:
                 return read_kv(reader, entry, layout)
         except BadRecordError as error:
             raise LookupError(str(error)) from error
@@ -81,7 +85,7 @@ class BareDirectory(Held):
         names = _files(self.path / "quarantine")
         used = sum(_allocated(path) for path in self.path.rglob("*"))
         flash = TierStats(0, used, 0, len(held), 0)
-        kept = pins.read(self.path / "pins")
+        kept = pins.read(self.path / pins_name(self.cipher), self.cipher)
         return Status(
             directory=str(self.path),
             owner=owner(self.path),
@@ -105,7 +109,7 @@ class BareDirectory(Held):
     def verify(self, *, repair: bool = False) -> Verified:
         """See `verify_directory`."""
         self._entries = self._identities = None
-        return verify_directory(self.path, repair=repair, block_tokens=self.block_tokens)
+        return verify_directory(self.path, repair=repair, block_tokens=self.block_tokens, key=self._key)
 
     def explanation(
         self,
@@ -154,11 +158,11 @@ class BareDirectory(Held):
         """Rows that have a record, and rows made of the headers of records that have none."""
         rows: dict[bytes, Row] = {}
         try:
-            self._opened, rows = cold_index.read(self.path / "index")
+            self._opened, rows = cold_index.read(self.path / "index", self.cipher)
         except OSError:  # gone, or replaced just then
             with contextlib.suppress(OSError):
-                self._opened, rows = cold_index.read(self.path / "index")
-        by_name = {key[:16].hex(): row for key, row in rows.items()}
+                self._opened, rows = cold_index.read(self.path / "index", self.cipher)
+        by_name = {record_name(key, self.cipher): row for key, row in rows.items()}
         found = []
         try:
             with os.scandir(self.path / "blocks") as scanned:
@@ -167,7 +171,7 @@ class BareDirectory(Held):
                         found.append(row)
                     elif not each.name.endswith(SCRATCH):
                         with contextlib.suppress(BadRecordError):
-                            found.append(_adopted(Path(each.path)))
+                            found.append(_adopted(Path(each.path), self.cipher))
         except FileNotFoundError:
             pass
         return found
@@ -207,11 +211,11 @@ def _block_tokens(path: Path) -> int:
     return found.block_tokens
 
 
-def _adopted(path: Path) -> Row:
-    reader = RecordReader(path)
+def _adopted(path: Path, cipher: Cipher | None) -> Row:
+    reader = RecordReader(path, cipher)
     reader.close()
     header, status = reader.header, reader.status
-    if header.key[:16].hex() != path.name:
+    if record_name(header.key, cipher) != path.name:
         raise BadRecordError("key", f"{path.name} holds {header.key.hex()}")
     return Row(
         key=header.key,

@@ -13,6 +13,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +24,8 @@ import xxhash
 from kvstore import cold_index, pins, write_budget
 from kvstore.block import block_key
 from kvstore.cold_index import Row, row_bytes
-from kvstore.directory import FORMAT, PARTS, SCRATCH
+from kvstore.directory import FORMAT, SCRATCH, is_part, pins_name, record_name
+from kvstore.encryption import AlteredError, Cipher, OtherKeyError
 from kvstore.errors import DirectoryUnusableError
 from kvstore.identity import Identity, IdentityError
 from kvstore.layout import capabilities
@@ -65,20 +67,24 @@ def owner(path: Path) -> str | None:
     return None
 
 
-def check_directory(path: Path, *, owned: bool) -> Checked:
-    """Check everything in `path`. Raises DirectoryUnusableError where there is no data directory to read."""
+def check_directory(path: Path, *, owned: bool, cipher: Cipher | None = None) -> Checked:
+    """Check everything in `path`, of what is encrypted that which `cipher` opens.
+
+    Raises DirectoryUnusableError where there is no data directory to read.
+    """
     if not path.is_dir():
         raise DirectoryUnusableError(
             f"{path} is no data directory; give the one that the store was opened with"
         )
     try:
-        return _Check(path, owned).run()
+        return _Check(path, owned, cipher).run()
     except NotNowError as error:
         raise DirectoryUnusableError(f"{path} cannot be checked now: {error}") from error
 
 
 class _Check:
-    def __init__(self, path: Path, owned: bool) -> None:
+    def __init__(self, path: Path, owned: bool, cipher: Cipher | None) -> None:
+        self._cipher = cipher
         self._path = path
         self._owned = owned
         self._faults: list[Fault] = []
@@ -86,11 +92,7 @@ class _Check:
         self._bytes_read = 0
 
     def run(self) -> Checked:
-        strangers = sorted(
-            entry.name
-            for entry in self._path.iterdir()
-            if entry.name not in PARTS and not entry.name.endswith(SCRATCH)
-        )
+        strangers = sorted(entry.name for entry in self._path.iterdir() if not is_part(entry.name))
         for name in strangers:
             self._say("stranger", name, "no part of a data directory", "repair sets it aside")
         noted = self._format()
@@ -188,7 +190,12 @@ class _Check:
     def _small_files(self) -> None:
         checks: tuple[tuple[Kind, str, Callable[[Path], object], str], ...] = (
             ("write count", "writes", write_budget.check, "today's writes are counted from 0 then"),
-            ("pins", "pins", pins.check, "pin again what is to stay"),
+            (
+                "pins",
+                pins_name(self._cipher),
+                partial(pins.check, cipher=self._cipher),
+                "pin again what is to stay",
+            ),
         )
         for kind, name, check, then in checks:
             try:
@@ -203,7 +210,7 @@ class _Check:
     def _index(self) -> dict[bytes, Row]:
         """Rows that make sense by themselves, by key."""
         try:
-            files = cold_index.index_files(self._path / "index")
+            files = cold_index.index_files(self._path / "index", self._cipher)
         except OSError:
             return {}
         for number, file in enumerate(files):
@@ -213,12 +220,14 @@ class _Check:
                         self._notes.append(
                             f"{len(files)} index files: a stop came between two steps of writing"
                         )
-                    return self._rows(cold_index.pairs(file), f"index/{file.name}")
+                    return self._rows(cold_index.pairs(file, self._cipher), f"index/{file.name}")
                 found = "is not what its name says"
             except OSError as error:
                 if not file.exists():
                     continue
                 found = str(error)
+            except (OtherKeyError, AlteredError):
+                found = "is not what was written under this key"
             cure = "repair sets it aside and makes the index anew from the records"
             self._say("index", f"index/{file.name}", found, cure)
         return {}
@@ -245,7 +254,7 @@ class _Check:
         told = {fault.block for fault in self._faults}
         unsound = {fault.entry for fault in self._faults}
         for key, row in rows.items():
-            name = f"blocks/{key[:16].hex()}"
+            name = self._name(key)
             if key not in records:
                 if name in unsound or self._owned or key.hex() in told:
                     continue
@@ -264,16 +273,14 @@ class _Check:
             return
         for key in records.keys() - rows.keys():
             cure = "nothing is lost: opening adopts it, repair does, too"
-            self._say(
-                "record without row", f"blocks/{key[:16].hex()}", "the index does not name it", cure, key
-            )
+            self._say("record without row", self._name(key), "the index does not name it", cure, key)
 
     # -- records ------------------------------------------------------------------------------------------------
 
     def _records(self, identities: Mapping[bytes, Identity]) -> _Records:
         """Headers of the records that are sound by themselves."""
         records: _Records = {}
-        scratch = 0
+        scratch = foreign = 0
         for entry in sorted(_files(self._path / "blocks"), key=lambda entry: entry.name):
             name = f"blocks/{entry.name}"
             if entry.name.endswith(SCRATCH):
@@ -282,10 +289,12 @@ class _Check:
             if not _is_hex(entry.name, 32):
                 self._say("stranger", name, "no record has such a name", "repair sets it aside")
                 continue
-            checked = check_record(Path(entry.path), identities)
+            checked = check_record(Path(entry.path), identities, cipher=self._cipher)
             self._bytes_read += checked.bytes_read
             header = checked.header
-            if checked.kind is None and header is not None and checked.status is not None:
+            if checked.kind is None and header is None:
+                foreign += 1
+            elif checked.kind is None and header is not None and checked.status is not None:
                 records[header.key] = header, checked.status
             elif Path(entry.path).exists():
                 key = header.key if header is not None else None
@@ -293,17 +302,23 @@ class _Check:
                     self._say("duplicate", name, checked.found, "repair sets it aside; the other one stays")
                 else:
                     self._say(checked.kind or "record", name, checked.found, LOST, key)
+        if foreign:
+            needed = "encrypted with another key" if self._cipher is None else "of another key, or of none"
+            self._notes.append(f"{foreign} records are {needed}, and were not checked")
         if scratch and not self._owned:
             self._notes.append(f"{scratch} half-written files of a stop; opening removes them")
         return records
 
+    def _name(self, key: bytes) -> str:
+        return f"blocks/{record_name(key, self._cipher)}"
+
     def _record_of(self, key: bytes) -> Path:
-        return self._path / "blocks" / key[:16].hex()
+        return self._path / self._name(key)
 
     def _fit(self, records: _Records, block_tokens: int) -> None:
         for key, (header, _) in list(records.items()):
             if (wrong := misfit(header, block_tokens)) is not None:
-                self._say(wrong[0], f"blocks/{key[:16].hex()}", wrong[1], LOST, key)
+                self._say(wrong[0], self._name(key), wrong[1], LOST, key)
                 del records[key]
 
     def _family(
@@ -324,7 +339,7 @@ class _Check:
                 waiting.append(child)
                 if above.key in bad:
                     continue
-                entry = f"blocks/{child.key[:16].hex()}"
+                entry = self._name(child.key)
                 if child.identity != above.identity:
                     self._say("parent", entry, "its parent is of another identity", LOST, child.key)
                 elif len(above.tokens) // 4 != (block_tokens or len(above.tokens) // 4):
@@ -370,7 +385,7 @@ class _Check:
                 key = block_key(seed, key, header.token_ids())
                 if header.key != key and header.key in records:
                     found = "does not follow from the prompt that it is of"
-                    self._say("key", f"blocks/{header.key[:16].hex()}", found, LOST, header.key)
+                    self._say("key", self._name(header.key), found, LOST, header.key)
                     del records[header.key]
 
 

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.encryption import Cipher
 from kvstore.errors import InvalidRequestError, InvalidTokensError
 from kvstore.explain import Explanation
 from kvstore.identity import Identity
@@ -36,6 +37,8 @@ class Held(ABC):
 
     block_tokens: int
     path: Path | None
+    cipher: Cipher | None
+    """Opens what is encrypted in `path`."""
 
     @abstractmethod
     def entries(self) -> list[Entry]:
@@ -80,7 +83,7 @@ class Held(ABC):
         """One block in full. Raises InvalidRequestError when `block` names none, or several."""
         entries = self.entries()
         entry = chosen_entry(block, entries)
-        return showing.show(entry, entries, self.identities(), self.path, self.block_tokens)
+        return showing.show(entry, entries, self.identities(), self.path, self.block_tokens, self.cipher)
 
     def tree(
         self,

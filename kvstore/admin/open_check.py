@@ -65,7 +65,7 @@ def _check(
     identity = identities.get(block.namespace.digest)
     raw = None if identity is None else np.empty(identity.layout.block_bytes(block.length), np.uint8)
     path = opened.directory.block_file(block.key)
-    checked = check_record(path, identities, raw=raw)
+    checked = check_record(path, identities, raw=raw, cipher=opened.directory.cipher)
     header = checked.header
     if checked.kind is not None or header is None:
         return Fault(

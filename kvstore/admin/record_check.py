@@ -11,10 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.block import KEY_BYTES, block_key
+from kvstore.directory import record_name
+from kvstore.encryption import Cipher
 from kvstore.identity import Identity
 from kvstore.layout import Layout, capabilities
 from kvstore.namespace import ROOT_KEY
-from kvstore.record import BadRecordError, Header, RecordReader
+from kvstore.record import BadRecordError, ForeignRecordError, Header, RecordReader
 
 from .entry import Entry
 from .fault import Kind
@@ -23,7 +25,10 @@ LOST = "its KV is lost: repair sets it aside, and the next prompt with these tok
 
 
 class Checked(NamedTuple):
-    """A record: its header where that can be trusted, and the first thing that is wrong with it."""
+    """A record: its header where that can be trusted, and the first thing that is wrong with it.
+
+    Neither of another key's: what cannot be read cannot be judged.
+    """
 
     header: Header | None
     status: os.stat_result | None
@@ -37,14 +42,17 @@ def check_record(
     identities: Mapping[bytes, Identity],
     name: str | None = None,
     raw: NDArray[np.uint8] | None = None,
+    cipher: Cipher | None = None,
 ) -> Checked:
     """Read all of a record. Raises NotNowError when that is not possible now.
 
     name: what the file is called where it belongs, by default its name. raw: filled with the block's KV where its
-    identity is described, uint8 of the block's length.
+    identity is described, uint8 of the block's length. cipher: opens the record, if it is encrypted.
     """
     try:
-        reader = RecordReader(path)
+        reader = RecordReader(path, cipher)
+    except ForeignRecordError as error:
+        return Checked(None, None, None, str(error), 0)
     except BadRecordError as error:
         if error.reason == "too many open files or too little memory":
             raise
@@ -53,7 +61,7 @@ def check_record(
         header = reader.header
         identity = identities.get(header.identity)
         try:
-            wrong = next(_wrong(reader, name or path.name, identities, identity, raw), None)
+            wrong = next(_wrong(reader, name or path.name, identities, identity, raw, cipher), None)
         except BadRecordError as error:
             wrong = "record", str(error)
         kind, found = wrong or (None, "")
@@ -68,11 +76,14 @@ def _wrong(
     identities: Mapping[bytes, Identity],
     identity: Identity | None,
     raw: NDArray[np.uint8] | None,
+    cipher: Cipher | None,
 ) -> Iterator[tuple[Kind, str]]:
     header = reader.header
     yield from _wrong_tokens(header)
     yield from _wrong_place(header)
-    yield from _wrong_key(header, name, identities, identity)
+    yield from _wrong_key(header, identities, identity)
+    if record_name(header.key, cipher) != name:
+        yield "name", f"holds block {header.key.hex()[:32]}"
     yield from _wrong_frames(header, identity)
     yield from _wrong_data(reader, identity, raw)
     yield from _wrong_padding(reader)
@@ -118,7 +129,7 @@ def _wrong_place(header: Header) -> Iterator[tuple[Kind, str]]:
 
 
 def _wrong_key(
-    header: Header, name: str, identities: Mapping[bytes, Identity], identity: Identity | None
+    header: Header, identities: Mapping[bytes, Identity], identity: Identity | None
 ) -> Iterator[tuple[Kind, str]]:
     whole = header.exact and identity is not None and capabilities(identity.layout).reuse == "exact"
     if not whole and not _made_for(header, header.identity):  # of a whole prompt: see `chain`
@@ -126,8 +137,6 @@ def _wrong_key(
         if others:
             yield "identity", f"says {header.identity.hex()[:12]}, its key was made for {others[0]}"
         yield "key", "does not follow from identity, parent and tokens"
-    if header.key[:16].hex() != name:
-        yield "name", f"holds block {header.key.hex()[:32]}"
 
 
 def _made_for(header: Header, digest: bytes) -> bool:

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import msgspec
 
+from kvstore import cold_index
 from kvstore.cold import ColdTier
 from kvstore.directory import DataDirectory, take_lock, write_format
+from kvstore.encryption import Cipher
 from kvstore.errors import DirectoryUnusableError
 
 from .directory_check import Checked, check_directory, is_block_size
@@ -22,7 +24,9 @@ _ROWS: tuple[Kind, ...] = ("row without record", "record without row", "row diff
 _UNLIMITED = 1 << 62  # bytes: repair evicts nothing
 
 
-def repair_directory(path: Path, block_tokens: int) -> tuple[Checked, list[Fault]]:
+def repair_directory(
+    path: Path, block_tokens: int, cipher: Cipher | None = None
+) -> tuple[Checked, list[Fault]]:
     """Check a directory that nobody has open, and repair it: what was found, and the faults with what was done.
 
     block_tokens: of the profile, used where nothing that is held tells the size of a block. Raises
@@ -35,13 +39,13 @@ def repair_directory(path: Path, block_tokens: int) -> tuple[Checked, list[Fault
     try:
         lock = take_lock(path)
         try:
-            checked = check_directory(path, owned=False)
+            checked = check_directory(path, owned=False, cipher=cipher)
             size = _block_tokens(checked, block_tokens)
             repaired = _set_aside(path, checked.faults, size)
         finally:
             os.close(lock)
         if any(fault.entry.startswith(("blocks/", "index/")) for fault in checked.faults):
-            _write_index(path, checked, size)
+            _write_index(path, checked, size, cipher)
     except OSError as error:
         raise DirectoryUnusableError(f"{path} cannot be repaired: {error}") from error
     return checked, repaired
@@ -94,13 +98,13 @@ def _quarantine(path: Path, fault: Fault) -> str:
     return f"quarantine/{target.name}"
 
 
-def _write_index(path: Path, checked: Checked, block_tokens: int) -> None:
+def _write_index(path: Path, checked: Checked, block_tokens: int, cipher: Cipher | None) -> None:
     """Adopt the records that are left, with what sound rows knew of them."""
-    directory = DataDirectory(path, block_tokens)
+    directory = DataDirectory(path, block_tokens, cipher)
     try:
         unsound = [fault for fault in checked.faults if fault.kind in ("row differs", "counter")]
         if unsound:  # a row that misleads must not be asked
-            for file in directory.index.iterdir():
+            for file in cold_index.index_files(directory.index, cipher):
                 _quarantine(path, Fault("index", f"index/{file.name}", "", ""))
         cold = ColdTier(directory, _UNLIMITED, block_tokens)
         cold.close([checked.rows.get(key, row) for key, row in cold.rows.items()])

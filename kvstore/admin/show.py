@@ -8,6 +8,8 @@ from typing import Literal
 
 import msgspec
 
+from kvstore.directory import record_name
+from kvstore.encryption import Cipher
 from kvstore.identity import Identity
 from kvstore.record import BadRecordError, RecordReader
 
@@ -47,6 +49,7 @@ def show(
     identities: dict[bytes, Identity],
     directory: Path | None,
     block_tokens: int,
+    cipher: Cipher | None,
 ) -> Shown:
     """All that is known of `entry`, one of `entries`."""
     by_key = {each.key: each for each in entries}
@@ -55,9 +58,9 @@ def show(
     frames: tuple[FrameRow, ...] = ()
     record = unreadable = None
     if entry.flash_bytes and directory is not None:
-        record = f"blocks/{entry.key[:16].hex()}"
+        record = f"blocks/{record_name(entry.key, cipher)}"
         try:
-            reader = RecordReader(directory / record)
+            reader = RecordReader(directory / record, cipher)
             reader.close()
             frames = tuple(
                 FrameRow(frame.layers, frame.form, frame.length, frame.raw_length)

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from kvstore.encryption import Cipher, Key
+
 from .directory_check import check_directory, owner
 from .fault import Verified
 from .repair import repair_directory
 
 
-def verify_directory(path: Path, *, repair: bool = False, block_tokens: int = 128) -> Verified:
+def verify_directory(
+    path: Path, *, repair: bool = False, block_tokens: int = 128, key: Key | None = None
+) -> Verified:
     """Check a directory that is not open in this process; `repair` needs that it is open in none.
 
-    block_tokens: what repair writes to FORMAT where nothing that is held tells it. Raises DirectoryInUseError,
-    DirectoryUnusableError.
+    block_tokens: what repair writes to FORMAT where nothing that is held tells it. key: of what is encrypted,
+    that under this key is checked. Raises DirectoryInUseError, DirectoryUnusableError.
     """
+    cipher = None if key is None else Cipher(key)
     if repair:
-        checked, faults = repair_directory(path, block_tokens)
+        checked, faults = repair_directory(path, block_tokens, cipher)
         return Verified(len(checked.headers), checked.bytes_read, tuple(faults), tuple(checked.notes))
     owned = owner(path)
-    checked = check_directory(path, owned=owned is not None)
+    checked = check_directory(path, owned=owned is not None, cipher=cipher)
     notes = list(checked.notes)
     if owned is not None:
         notes.append(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from . import changing, files, looking, machine, running
+from . import changing, files, key, looking, machine, running
 
 app = typer.Typer(no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False)
 
@@ -42,6 +42,12 @@ for verb in (
     app.command()(verb)
 app.command("import")(files.import_)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(running.bench)
+
+keys = typer.Typer(no_args_is_help=True, help="The key that encrypts what lies on flash.")
+keys.command()(key.new)
+keys.command()(key.rotate)
+keys.command()(key.drop)
+app.add_typer(keys, name="key")
 
 configuration = typer.Typer(no_args_is_help=True, help="Settings in use, and where each comes from.")
 configuration.command("show")(machine.config_show)

@@ -62,12 +62,12 @@ def serve(
         "log_format": log_format,
     }
     loaded = load(config, flags)
-    device = loaded.device()
+    device, key = loaded.device(), loaded.key()
     from kvstore import daemon, logs
 
     logs.configure(loaded.settings.log_level, loaded.settings.log_format)
     loaded.directory.parent.mkdir(parents=True, exist_ok=True)
-    daemon.serve(loaded.directory, device, loaded.socket, loaded.settings.http or None)
+    daemon.serve(loaded.directory, device, loaded.socket, loaded.settings.http or None, key=key)
 
 
 def top(

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvstore.admin.fault import Verified
     from kvstore.admin.held import Held
     from kvstore.config import Config
+    from kvstore.encryption import Key
     from kvstore.profile import Profile
 
 _SPARE = 1 << 30  # bytes
@@ -44,7 +45,7 @@ class Target:
         if found is None:
             from kvstore.admin.bare_directory import BareDirectory
 
-            found = BareDirectory(self.config.directory)
+            found = BareDirectory(self.config.directory, self.config.key())
         try:
             yield found
         finally:
@@ -55,7 +56,8 @@ class Target:
         """The same, for a directory of which nothing may be taken for granted."""
         found = self._daemon()
         try:
-            yield found or _Damaged(self.config.directory, self.config.device().block_tokens)
+            config = self.config
+            yield found or _Damaged(config.directory, config.device().block_tokens, config.key())
         finally:
             if found is not None:
                 found.close()
@@ -81,7 +83,7 @@ class Target:
 
         if not (new or self.config.directory.exists()):
             raise DirectoryUnusableError(f"{self.config.directory} does not exist; give the store's --dir")
-        opened = OpenDirectory(self.config.directory, self.profile_for_directory())
+        opened = OpenDirectory(self.config.directory, self.profile_for_directory(), self.config.key())
         try:
             yield Administration(opened)
         finally:
@@ -107,7 +109,7 @@ class Target:
             return device
         from kvstore.admin.bare_directory import BareDirectory
 
-        bare = BareDirectory(self.config.directory)
+        bare = BareDirectory(self.config.directory, self.config.key())
         used = bare.status().tiers["cold"].used
         return msgspec.structs.replace(
             device, block_tokens=bare.block_tokens, cold_bytes=max(device.cold_bytes, 2 * used + _SPARE)
@@ -121,11 +123,12 @@ class _Verifiable(Protocol):
 class _Damaged:
     """Verify for a directory that may not even say its block size."""
 
-    def __init__(self, path: Path, block_tokens: int) -> None:
+    def __init__(self, path: Path, block_tokens: int, key: Key | None) -> None:
+        self._key = key
         self._path = path
         self._block_tokens = block_tokens
 
     def verify(self, *, repair: bool) -> Verified:
         from kvstore.admin.verify import verify_directory
 
-        return verify_directory(self._path, repair=repair, block_tokens=self._block_tokens)
+        return verify_directory(self._path, repair=repair, block_tokens=self._block_tokens, key=self._key)

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import platformdirs
 
+from kvstore.encryption import Key
 from kvstore.errors import DaemonError, DaemonRunningError
 from kvstore.open_directory import OpenDirectory
 from kvstore.profile import CPU, Profile
@@ -46,19 +47,20 @@ def serve(
     socket: str | os.PathLike[str] | None = None,
     http: str | None = None,
     *,
+    key: Key | None = None,
     lease_seconds: float = LEASE_SECONDS,
 ) -> None:
     """Serve the data directory `path` (None: memory alone) until SIGTERM or SIGINT; then lose nothing accepted.
 
     socket: where to listen, `default_socket()` by default; ignored where a service manager hands a socket over. http:
-    "host:port" of the page that shows what happens, None for none.
+    "host:port" of the page that shows what happens, None for none. key: encrypts what lies on flash, for all clients.
 
     Raises DaemonRunningError, DirectoryInUseError and what `kvstore.open` raises, DaemonError for a socket that cannot
     be made.
     """
     location = None if path is None else Path(path).expanduser()
     with _listening(Path(socket).expanduser() if socket is not None else default_socket()) as listener:
-        shared = OpenDirectory(location, profile, walled=True)
+        shared = OpenDirectory(location, profile, key, walled=True)
         before = sys.getswitchinterval()
         sys.setswitchinterval(_SWITCH_SECONDS)
         try:

@@ -114,6 +114,7 @@ def test_every_field_of_a_profile_that_is_a_setting_exists() -> None:
         "directory",
         "socket",
         "profile",
+        "key_file",
         "http",
         "log_level",
         "log_format",

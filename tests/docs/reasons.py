@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = ("kvstore", "index", "pipeline", "prefetch")
 
 _COUNTERS = {"misses", "refusals", "_refusals", "bad", "_bad"}
-_REASON_IS_FIRST = {"BadRecordError", "NotNowError", "_refuse"}
+_REASON_IS_FIRST = {"BadRecordError", "ForeignRecordError", "NotNowError", "_refuse"}
 _REASON_IS_SECOND = {"_survive"}
 _REASON_IS_LAST = {"PutResult", "Declined"}
 _ANSWER_WITH_A_REASON = {

@@ -16,7 +16,7 @@ What of all that is worth a write to flash is another question, see `flash_write
 
     python -m bench.eviction --data DIR --plot eviction --check
 
-It takes about a quarter of an hour on two cores; `--quick` a fifth of that.
+It takes about 20 minutes of two cores; `--quick` a fifth of that, and less without `--data`.
 """
 
 from __future__ import annotations

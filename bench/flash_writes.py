@@ -90,8 +90,9 @@ class Replay:
                 block, self._facts[block]._replace(last_use=None if at >= held else self._clock.now)
             )
             if at >= held:
-                self._undecided[block] = None
-                if self._way == "second use" and block in self._seen:
+                if self._way == "admission":
+                    self._to_be_decided(block)
+                elif block in self._seen:
                     self._write(block)
                 self._seen.add(block)
         self._decide(limit=self._room * 3 // 4)
@@ -111,9 +112,9 @@ class Replay:
         if self._way == "admission":
             self._admission.used(facts, missed=new)
         if block in self._warm and block not in self._flash:
-            self._undecided[block] = None
-            self._undecided.move_to_end(block)
-            if self._way == "second use":
+            if self._way == "admission":
+                self._to_be_decided(block)
+            else:
                 self._write(block)
 
     def _make_room(self, leased: set[int]) -> bool:
@@ -133,6 +134,11 @@ class Replay:
     def _may_leave(self, block: int) -> bool:
         return block in self._flash or (block not in self._undecided and not self._below.get(block))
 
+    def _to_be_decided(self, block: int) -> None:
+        self._undecided[block] = None
+        self._undecided.move_to_end(block)
+        self._warm.keep(block)
+
     def _decide(self, limit: int) -> None:
         while len(self._undecided) > limit:
             self._decide_on(next(iter(self._undecided)))
@@ -143,6 +149,7 @@ class Replay:
         ):
             self._write(block)
         self._undecided.pop(block, None)
+        self._warm.offer(block)
 
     def _write(self, block: int) -> None:
         """Write a block, and before it what precedes it."""
@@ -153,6 +160,7 @@ class Replay:
             at = self._facts[at].parent
         for each in reversed(path):
             self._undecided.pop(each, None)
+            self._warm.offer(each)
             if self._per_day is not None and self._spent() >= self._per_day:
                 return
             self._flash.add(each)
@@ -205,7 +213,7 @@ def compare(report: Report, traces: Sequence[Trace], outcomes: Outcomes) -> None
             "written bytes",
             "GB written",
             "writes a hit",
-            "of these on flash",
+            "hits from flash",
         ],
     )
     for number, trace in enumerate(traces):

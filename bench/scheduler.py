@@ -226,8 +226,8 @@ def _compare(report: Report, workloads: Mapping[str, Workload], costs: Costs) ->
     for name, prompts in workloads.items():
         sizes = costs[CONTEXTS[0]].seconds
         largest = Workload()
-        for each, times in prompts.items():
-            largest[Prompt(CONTEXTS[-1], each.pieces)] += times
+        for each, n in prompts.items():
+            largest[Prompt(CONTEXTS[-1], each.pieces)] += n
         sums = {
             ways[0]: min(_total(largest, costs, _one_size(size), size) for size in sizes),
             ways[1]: min(_total(prompts, costs, _one_size(size), size) for size in sizes),

@@ -36,6 +36,13 @@ class Orders:
         facts = self._appraisal.facts(block, tier)
         self._policies[tier].insert(block.number, facts._replace(last_use=None))
 
+    def keep(self, tier: str, block: Block) -> None:
+        """Do not think of a block as a victim, as long as it is in the tier and until `offer`."""
+        self._policies[tier].keep(block.number)
+
+    def offer(self, tier: str, block: Block) -> None:
+        self._policies[tier].offer(block.number)
+
     def remove(self, tier: str, block: Block) -> None:
         self._policies[tier].remove(block.number)
 

@@ -93,8 +93,8 @@ class Tiers:
         self._aside = 0  # records of dropped blocks that wait for a lease to end
         appraisal = Appraisal(profile.device, self.flash)
         admission = Admission(profile.cold_bytes_per_day)
-        self.unwritten = Unwritten(appraisal, admission, self._written_today, self.refusals)
         self._orders = Orders(profile.eviction, appraisal)
+        self.unwritten = Unwritten(appraisal, admission, self._orders, self._written_today, self.refusals)
         budgets = [each for each in (profile.hot_bytes, profile.warm_bytes, profile.cold_bytes) if each]
         self._beginnings = SharedBeginnings(min(budgets, default=0) // _SHARED_SHARE)
         self._next_number = 0
@@ -838,6 +838,8 @@ class Tiers:
                 old.tier.release(old.extent)
                 block.memory = room
                 self._orders.insert(room.tier.name, block)
+                if self.unwritten.is_undecided(block):
+                    self._orders.keep("warm", block)
                 self.leased[old.tier.name] -= 1
                 self.leased[room.tier.name] += 1
                 self.counts[f"moved_{old.tier.name}_{room.tier.name}"] += 1

@@ -14,6 +14,7 @@ from kvstore.prefetch.admission import Admission
 
 from .appraisal import Appraisal
 from .block import Block
+from .orders import Orders
 
 NOT_WORTH_A_WRITE = "not worth a write to flash"
 
@@ -26,17 +27,23 @@ class Write(NamedTuple):
 
 
 class Unwritten:
-    """Called under the store's lock.
+    """Called under the store's lock. In the order of warm memory, what is undecided is kept.
 
     refusals: counts what admission refuses. spent(): bytes that were written to flash today.
     """
 
     def __init__(
-        self, appraisal: Appraisal, admission: Admission, spent: Callable[[], int], refusals: Counter[str]
+        self,
+        appraisal: Appraisal,
+        admission: Admission,
+        orders: Orders,
+        spent: Callable[[], int],
+        refusals: Counter[str],
     ) -> None:
         self.admission = admission
         self.queue: deque[Write] = deque()
         self._appraisal = appraisal
+        self._orders = orders
         self._spent = spent
         self._refusals = refusals
         self._undecided: OrderedDict[int, Block] = OrderedDict()  # what was used longest ago comes first
@@ -98,6 +105,7 @@ class Unwritten:
         self._refused.pop(block.number, None)
         self._undecided[block.number] = block
         self._undecided_bytes += block.nbytes
+        self._orders.keep("warm", block)
 
     def refuse(self, block: Block) -> None:
         """A block is not written unless it is used again, or its user asks for that."""
@@ -123,6 +131,7 @@ class Unwritten:
         self._refused.pop(block.number, None)
         if self._undecided.pop(block.number, None) is not None:
             self._undecided_bytes -= block.nbytes
+            self._orders.offer("warm", block)
 
 
 def _unwritten_path(block: Block) -> list[Block]:

@@ -8,10 +8,10 @@ is about to leave memory, by what was seen of its kind until then, how often it 
     price        = fair                                             while the day's writes keep pace with the day
                    fair + (1 - fair) * (spent - day) / (1 - day)    when they run ahead of it
 
-`fair` is the price at which half of what comes by is written: it rises a little with each block that is written, and
-falls half as much with each that comes, between two ends. Below the one nothing is worth a write, above the other
-anything is. `spent` is the share of the day's writes that is used up, `day` the share of the day that is over: so a
-burst finds ever higher prices, none can be paid once all is spent, and what a quiet morning left is there in the
+`fair` is the price at which two fifths of what comes by are written: it rises a little with each block that is written,
+and falls two fifths as much with each that comes, between two ends. Below the one nothing is worth a write, above the
+other anything is. `spent` is the share of the day's writes that is used up, `day` the share of the day that is over: so
+a burst finds ever higher prices, none can be paid once all is spent, and what a quiet morning left is there in the
 evening.
 
 A refusal may be wrong. What was refused and dropped is remembered, and written when it was asked for again.
@@ -30,6 +30,7 @@ LEAST, MOST = 0.05, 0.75
 """The ends between which the fair price lies, as chances of reuse."""
 
 _STEP = 0.005  # of the fair price, for a block
+_SHARE = 0.4
 _LEARNING = 500  # uses seen; before that all is written
 _REMEMBERED = 65_536
 _AHEAD = 86_400.0  # seconds that flash keeps a block for, at least
@@ -71,7 +72,7 @@ class Admission:
         self._uses += 1
         self._chance.used(facts.name, now, self._class_of(facts))
         if missed and self._uses > _LEARNING:
-            self._fair = max(LEAST, self._fair - _STEP / 2)
+            self._fair = max(LEAST, self._fair - _STEP * _SHARE)
         if missed and facts.name in self._refused:
             self._again.add(facts.name)
 

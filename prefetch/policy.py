@@ -57,6 +57,7 @@ class Policy(ABC):
         self.room = max(1, room)
         self._facts: dict[int, Facts] = {}
         self._children: dict[int, int] = {}  # of a block, held here or not: how many that are held hang on it
+        self._kept: set[int] = set()
 
     def insert(self, block: int, facts: Facts = PLAIN) -> None:
         """A block came into the tier, as the most recent one. A block that is in it already counts as touched."""
@@ -66,8 +67,20 @@ class Policy(ABC):
         self._facts[block] = facts
         self._hang(facts.parent)
         self._inserted(block, facts)
-        if block not in self._children:
+        if self.is_leaf(block):
             self._leaf(block)
+
+    def keep(self, block: int) -> None:
+        """Do not think of a block as a victim, until `offer`: for many that may not leave, cheaper than being asked."""
+        if block in self._facts:
+            self._kept.add(block)
+
+    def offer(self, block: int) -> None:
+        """A block that was kept may leave again."""
+        if block in self._kept:
+            self._kept.discard(block)
+            if self.is_leaf(block):
+                self._leaf(block)
 
     def update(self, block: int, parent: int | None, nbytes: int, saved: float) -> None:
         """A block hangs on another parent now, or a hit on it saves more or less. It was not used by that."""
@@ -89,6 +102,7 @@ class Policy(ABC):
         facts = self._facts.pop(block, None)
         if facts is None:
             return
+        self._kept.discard(block)
         self._removed(block, facts)
         self._unhang(facts.parent)
 
@@ -107,8 +121,8 @@ class Policy(ABC):
         """
 
     def is_leaf(self, block: int) -> bool:
-        """Whether nothing that is held here hangs on the block."""
-        return block not in self._children
+        """Whether nothing that is held here hangs on the block, and it is not kept."""
+        return block not in self._children and block not in self._kept
 
     def _hang(self, parent: int | None) -> None:
         if parent is not None:
@@ -122,7 +136,7 @@ class Policy(ABC):
             self._children[parent] = left
             return
         del self._children[parent]
-        if parent in self._facts:
+        if parent in self._facts and self.is_leaf(parent):
             self._leaf(parent)
 
     def __len__(self) -> int:
@@ -141,7 +155,7 @@ class Policy(ABC):
 
     @abstractmethod
     def _leaf(self, block: int) -> None:
-        """`block`, held, is a leaf from now on, until something is inserted below it."""
+        """`block`, held, is a leaf from now on, until something is inserted below it, or it is kept."""
 
     @abstractmethod
     def _removed(self, block: int, facts: Facts) -> None:

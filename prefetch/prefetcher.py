@@ -34,7 +34,7 @@ USEFUL = 0.355
 So a bad source wastes no more than a good one. With it `bench.prefetch` reads 2.2 to 2.5 times the bytes needed.
 """
 
-_STEP = 0.03  # by which share the price moves for a request that uses nothing of as much as is usually read
+_STEP = 0.05  # by which share the price moves for a request that uses nothing of as much as is usually read
 _CHEAPEST, _DEAREST = 0.1, 0.5  # at the dearest a sure thing is read all the same, and brings the price down
 _REQUESTS = 20  # over which is learned what is usually read
 _HINTS = 16  # that are remembered at a time

@@ -138,6 +138,35 @@ def test_a_block_inserted_twice_counts_once(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
+def test_what_is_kept_is_not_thought_of(name: str) -> None:
+    policy = make(name, 4)
+    policy.insert(1)
+    policy.insert(2, Facts(parent=1))
+    policy.insert(3)
+    asked: list[int] = []
+
+    def may_leave(block: int) -> bool:
+        asked.append(block)
+        return True
+
+    policy.keep(2)
+    policy.touch([1, 2])
+    assert policy.victim(may_leave) == 3
+    policy.remove(3)
+    assert policy.victim(may_leave) is None, "one is kept, the other carries it"
+    assert 2 not in asked
+    policy.offer(2)
+    assert policy.victim(may_leave) == 2
+    policy.keep(2)
+    policy.remove(2)
+    policy.offer(2)
+    assert policy.victim(may_leave) == 1
+    policy.keep(99)
+    policy.offer(99)
+    assert len(policy) == 1
+
+
+@pytest.mark.parametrize("name", ALL)
 def test_a_block_can_be_hung_on_another_parent(name: str) -> None:
     """As when the tokens of a dropped parent come back under a new number."""
     policy = make(name, 4)

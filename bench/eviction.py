@@ -1,190 +1,114 @@
 """Which blocks to keep when not all fit: policies replayed over traces, beside the optimum.
 
-A request hits the blocks of its path that are held, from the root on without a gap; then the rest of its path is put,
-as far as there is room or the policy makes it. The blocks of a request are leased while it runs. The room is a share of
-all different blocks of the trace.
+The room is a share of all different blocks of the trace. What is replayed how, and what the optimum is, says `replay`.
 
-The optimum knows the future: Belady's (1966) farthest next use, over the blocks held and those that want in, so that a
-block may also be refused (bypass). A parent's next use is never later than its child's, so that with ties broken
-towards the deeper block this never gives up a parent first: for blocks of one size it is exact under the prefix
-constraint. What it shows is hits; saved milliseconds at the optimum of hits are no bound of saved milliseconds.
+    python -m bench.eviction [--data DIR] [--only replay,flash,overhead] [--plot FILE] [--quick] [--check]
 
-Milliseconds are those of the device profile `mid` and a model of 56 KiB a token (Qwen3-1.7B, int8): recompute at the
-block's depth less the load from flash.
-
-What of all that is worth a write to flash is another question, see `flash_writes`.
-
-    python -m bench.eviction --data DIR --plot eviction --check
-
-It takes about 20 minutes of two cores; `--quick` a fifth of that, and less without `--data`.
+replay: all policies and the optimum over all traces and capacities. Two processes at a time.
+flash: what of all that is worth a write, see `flash_writes`. The same two.
+overhead: what an access costs the processor, in tiers of up to a million blocks. By itself, after the others.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from functools import cache
-from heapq import heappop, heappush
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, TypeVar
 
 import numpy as np
+from rich.console import Console
 from rich.progress import Progress
 
 from bench import flash_writes
+from bench.replay import Prepared, Result, made, optimum, replay
 from bench.report import Report, arguments
-from bench.traces import TOKEN_BYTES, Clock, Request, Trace, traces
-from kvstore.prefetch.cost import DEVICES
-from kvstore.prefetch.eviction import DEFAULT, POLICIES, LeastWorth
-from kvstore.prefetch.policy import Facts, Policy
+from bench.traces import Clock, Trace, traces
+from kvstore.prefetch.eviction import DEFAULT, POLICIES
+from kvstore.prefetch.policy import Facts
 
 SHARES = (1, 2, 5, 10, 25)
-MID = DEVICES["mid"]
 OPTIMUM = "Belady + bypass"
 
+_PARTS = ("replay", "flash", "overhead")
+_WORKERS = 2
 
-class Result(NamedTuple):
-    """Share of tokens hit in percent, seconds saved, seconds that the policy and the replay took."""
+Told = TypeVar("Told")
+Cell = tuple[int, str, int]
+"""Number of the trace, name of the policy, percent of the different blocks that fit."""
+Results = Mapping[Cell, Result]
 
-    hits: float
-    saved: float
-    took: float
+# -- cells, by two workers -------------------------------------------------------------------------------------------
 
-
-@cache
-def block_saved(tokens: int, depth: int, block_tokens: int) -> float:
-    """Seconds that a hit on a block saves, `depth` whole blocks down."""
-    return MID.saved_seconds(tokens, depth * block_tokens, tokens * TOKEN_BYTES, "cold")
+_prepared: list[Prepared] = []  # of a worker
 
 
-def replay(trace: Trace, policy: Policy, room: int, clock: Clock) -> Result:
-    """Hits and savings of a policy in `room` blocks."""
-    started = time.perf_counter()
-    hit = asked = 0
-    saved = 0.0
-    for request in trace.requests:
-        clock.now = request.seconds
-        path = request.path
-        held = 0
-        while held < len(path) and path[held] in policy:
-            held += 1
-        sizes = trace.block_sizes(request)
-        worth = [block_saved(size, depth, trace.block_tokens) for depth, size in enumerate(sizes)]
-        hit += sum(sizes[:held])
-        asked += request.tokens
-        saved += sum(worth[:held])
-        fresh = len(path) - held
-        policy.touch(path[:held])
-        if fresh:
-            _put(policy, room, trace, request, held, sizes, sum(worth) / request.tokens)
-    return Result(100 * hit / asked, saved, time.perf_counter() - started)
+def _begin(found: list[Trace]) -> None:
+    """What a worker does first. What replays leave behind is collected between them, so without looking at traces."""
+    _prepared[:] = map(Prepared, found)
+    gc.disable()
+    gc.freeze()
 
 
-def _put(
-    policy: Policy, room: int, trace: Trace, request: Request, held: int, sizes: Sequence[int], saved: float
-) -> None:
-    """Put what of a request is not held; `saved` seconds a token of it."""
-    path, leased = request.path, set(request.path)
-    refused = False
-    for at in range(held, len(path)):
-        facts = Facts(
-            parent=path[at - 1] if at else None,
-            nbytes=sizes[at] * TOKEN_BYTES,
-            saved=sizes[at] * saved,
-            fresh=len(path) - held,
-            whole=sizes[at] == trace.block_tokens,
-            session=request.session,
-            name=path[at],
-        )
-        if not refused and len(policy) >= room:
-            victim = policy.victim(lambda block: block not in leased, facts)
-            refused = victim is None
-            if victim is not None:
-                policy.remove(victim)
-        if refused:  # and with it all that would hang on it
-            policy.passed(facts)
-        else:
-            policy.insert(path[at], facts)
-
-
-def optimum(trace: Trace, room: int) -> Result:
-    """Belady's choice among what is held and what wants in."""
-    started = time.perf_counter()
-    never = len(trace.requests)
-    following: list[list[int]] = [[]] * never
-    uses: dict[int, int] = {}
-    for number in range(never - 1, -1, -1):
-        path = trace.requests[number].path
-        following[number] = [uses.get(block, never) for block in path]
-        uses.update(dict.fromkeys(path, number))
-    held: dict[int, tuple[int, int]] = {}
-    farthest: list[tuple[int, int, int]] = []
-    hit = asked = 0
-    saved = 0.0
-    for request, nexts in zip(trace.requests, following, strict=True):
-        sizes = trace.block_sizes(request)
-        asked += request.tokens
-        for depth, block in enumerate(request.path):
-            if block not in held:
-                break
-            hit += sizes[depth]
-            saved += block_saved(sizes[depth], depth, trace.block_tokens)
-        for depth, (block, use) in enumerate(zip(request.path, nexts, strict=True)):
-            if use == never:
-                held.pop(block, None)
-                continue
-            held[block] = (-use, -depth)
-            heappush(farthest, (-use, -depth, block))
-        while len(held) > room:
-            use, depth, block = heappop(farthest)
-            if held.get(block) == (use, depth):
-                del held[block]
-    return Result(100 * hit / asked, saved, time.perf_counter() - started)
-
-
-def made(name: str, room: int, clock: Clock) -> Policy:
-    return LeastWorth(room, clock) if name == LeastWorth.name else POLICIES[name](room)
-
-
-_TRACES: list[Trace] = []
-
-
-def _cell(cell: tuple[int, str, int]) -> Result:
+def _cell(cell: Cell) -> Result:
+    gc.collect()
     number, name, share = cell
-    trace = _TRACES[number]
-    room = max(1, trace.unique * share // 100)
+    prepared = _prepared[number]
+    room = max(1, prepared.trace.unique * share // 100)
     if name == OPTIMUM:
-        return optimum(trace, room)
+        return optimum(prepared, room)
     clock = Clock()
-    return replay(trace, made(name, room, clock), room, clock)
+    return replay(prepared, made(name, room, clock), room, clock)
 
 
-def _flash_cell(cell: tuple[int, flash_writes.Way, int, int | None]) -> flash_writes.Outcome:
+def _flash_cell(cell: flash_writes.Cell) -> flash_writes.Outcome:
+    gc.collect()
     number, way, share, per_day = cell
-    return flash_writes.replay(_TRACES[number], share, way, per_day)
+    return flash_writes.replay(_prepared[number].trace, share, way, per_day)
 
 
-def measure_traces(report: Report, args: argparse.Namespace) -> None:
-    _TRACES[:] = traces(args.data, quick=args.quick)
+def _told(results: Iterable[Told], cells: Sequence[Any], what: str) -> dict[Any, Told]:
+    """The results by cell; tells on stderr how far it is."""
+    found = {}
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        for cell, result in progress.track(zip(cells, results, strict=True), len(cells), description=what):
+            found[cell] = result
+            if not progress.console.is_terminal and len(found) % 25 == 0:
+                print(f"{what}: {len(found)} of {len(cells)}", file=sys.stderr, flush=True)
+    return found
+
+
+def measure_traces(report: Report, args: argparse.Namespace, parts: Sequence[str]) -> None:
+    """The parts `replay` and `flash`."""
+    found = traces(args.data, quick=args.quick)
     names = [OPTIMUM, *POLICIES]
-    cells = list(product(range(len(_TRACES)), names, SHARES))
-    flash_cells = flash_writes.cells(_TRACES)
-    with (
-        ProcessPoolExecutor(2, mp_context=get_context("fork")) as workers,
-        Progress(transient=True) as progress,
-    ):
-        told = progress.track(workers.map(_cell, cells), len(cells), description="policies")
-        results = dict(zip(cells, told, strict=True))
-        told_too = progress.track(
-            workers.map(_flash_cell, flash_cells), len(flash_cells), description="writes to flash"
-        )
-        writes = dict(zip(flash_cells, told_too, strict=True))
-    for number, trace in enumerate(_TRACES):
+    cells = list(product(range(len(found)), names, SHARES)) if "replay" in parts else []
+    flash_cells = flash_writes.cells(found) if "flash" in parts else []
+    with ProcessPoolExecutor(
+        _WORKERS, mp_context=get_context("spawn"), initializer=_begin, initargs=(found,)
+    ) as workers:
+        replayed, written = workers.map(_cell, cells), workers.map(_flash_cell, flash_cells)
+        results = _told(replayed, cells, "policies")
+        writes = _told(written, flash_cells, "writes to flash")
+    if "replay" in parts:
+        tabulate(report, found, results)
+        compare(report, found, results)
+    if "flash" in parts:
+        flash_writes.compare(report, found, writes)
+    if args.plot:
+        plot(args.plot, found, results, writes)
+
+
+def tabulate(report: Report, found: Sequence[Trace], results: Results) -> None:
+    """A table a trace."""
+    for number, trace in enumerate(found):
         blocks = sum(len(request.path) for request in trace.requests)
         rows = report.table(
             f"{trace.name}: {len(trace.requests):,} requests, {blocks:,} blocks of {trace.block_tokens} tokens, "
@@ -195,21 +119,17 @@ def measure_traces(report: Report, args: argparse.Namespace) -> None:
                 *(f"saved s {share}" for share in SHARES),
             ],
         )
-        for name in names:
+        for name in [OPTIMUM, *POLICIES]:
             row = [results[number, name, share] for share in SHARES]
             rows.append(
                 (name, *(f"{each.hits:.2f}" for each in row), *(f"{each.saved:,.0f}" for each in row))
             )
-    compare(report, results)
-    flash_writes.compare(report, _TRACES, writes)
-    if args.plot:
-        plot(args.plot, results, writes)
 
 
-def compare(report: Report, results: dict[tuple[int, str, int], Result]) -> None:
+def compare(report: Report, found: Sequence[Trace], results: Results) -> None:
     """The default beside the best of the others, in each cell and over all."""
     baselines = [name for name in POLICIES if name != DEFAULT]
-    cells = list(product(range(len(_TRACES)), SHARES))
+    cells = list(product(range(len(found)), SHARES))
 
     def hits(name: str) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
         return np.array([results[number, name, share].hits for number, share in cells])
@@ -226,7 +146,7 @@ def compare(report: Report, results: dict[tuple[int, str, int], Result]) -> None
         closed = float(np.mean(won[gap > 0.01] / gap[gap > 0.01]))
         saved = {
             each: np.array(
-                [sum(results[n, each, share].saved for share in SHARES) for n in range(len(_TRACES))]
+                [sum(results[n, each, share].saved for share in SHARES) for n in range(len(found))]
             )
             for each in (name, "lru")
         }
@@ -244,10 +164,10 @@ def compare(report: Report, results: dict[tuple[int, str, int], Result]) -> None
     margins = hits(DEFAULT) - np.max([hits(name) for name in baselines], axis=0)
     worst = int(margins.argmin())
     rows = report.table("Default less the best of the others, points of hits", ["trace", *map(str, SHARES)])
-    for number, trace in enumerate(_TRACES):
+    for number, trace in enumerate(found):
         mine = [f"{m:+.2f}" for (n, _), m in zip(cells, margins, strict=True) if n == number]
         rows.append((trace.name, *mine))
-    where = f"{_TRACES[cells[worst][0]].name} at {cells[worst][1]} %"
+    where = f"{found[cells[worst][0]].name} at {cells[worst][1]} %"
     report.bar(
         f"hits less those of the best other policy, worst cell ({where})",
         float(margins[worst]),
@@ -261,7 +181,7 @@ def compare(report: Report, results: dict[tuple[int, str, int], Result]) -> None
     report.bar("saved over lru, mean of traces", 100 * gains[DEFAULT][1], ">=", 5, "%")
 
 
-def plot(path: Path, results: dict[tuple[int, str, int], Result], writes: flash_writes.Outcomes) -> None:
+def plot(path: Path, found: Sequence[Trace], results: Results, writes: flash_writes.Outcomes) -> None:
     """Hits by capacity, and below it hits by writes to flash, a picture a trace, as PNG and SVG."""
     try:
         import matplotlib
@@ -272,12 +192,12 @@ def plot(path: Path, results: dict[tuple[int, str, int], Result], writes: flash_
         print("no plot: matplotlib is not installed (pip install matplotlib)")
         return
     figure, axes = pyplot.subplots(
-        2, len(_TRACES), figsize=(3.6 * len(_TRACES), 7.0), squeeze=False, layout="constrained"
+        2, len(found), figsize=(3.6 * len(found), 7.0), squeeze=False, layout="constrained"
     )
-    for number, (trace, axis) in enumerate(zip(_TRACES, axes[1], strict=True)):
+    for number, (trace, axis) in enumerate(zip(found, axes[1], strict=True)):
         flash_writes.draw(axis, number, trace, writes)
     axes[1][0].set_ylabel("hits, % of those when all is written")
-    for number, (trace, axis) in enumerate(zip(_TRACES, axes[0], strict=True)):
+    for number, (trace, axis) in enumerate(zip(found, axes[0], strict=True)):
         for name in [OPTIMUM, *POLICIES]:
             style = {OPTIMUM: ("k--", 1.5), DEFAULT: ("C3-o", 2.2)}.get(name, ("-", 1.0))
             hits = [results[number, name, share].hits for share in SHARES]
@@ -296,25 +216,28 @@ def plot(path: Path, results: dict[tuple[int, str, int], Result], writes: flash_
 def measure_overhead(report: Report, sizes: Sequence[int]) -> None:
     """Microseconds of the processor an access in a full tier: paths of 32 blocks, half of each held, half put."""
     rows = report.table("Overhead in µs an access", ["policy", *(f"{size:,} blocks" for size in sizes)])
-    for name in POLICIES:
-        rows.append((name, *(_overhead(name, size) for size in sizes)))
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        for name in progress.track(list(POLICIES), description="overhead"):
+            rows.append((name, *(_overhead(name, size) for size in sizes)))
     large, small = (float(rows[0][1 + sizes.index(size)]) for size in (max(sizes), min(sizes)))
     report.bar(f"{DEFAULT}, an access at {max(sizes):,} blocks", large, "<=", 20, "µs")
     report.bar(
         f"{DEFAULT}, {max(sizes):,} blocks over {min(sizes):,}, log n grows",
         large / small,
         "<=",
-        2 * float(np.log(max(sizes)) / np.log(min(sizes))),
+        float(np.log(max(sizes)) / np.log(min(sizes))),
         "times",
     )
 
 
-def _overhead(name: str, size: int, paths: int = 1000) -> float:
+def _overhead(name: str, size: int, paths: int = 1000, rounds: int = 3) -> float:
+    """The median of `rounds` rounds of `paths` paths each: another process may disturb one of them."""
     rng = np.random.default_rng(3)
     clock = Clock()
     policy = made(name, size, clock)
     roots: list[list[int]] = []
     number = 0
+    gc.disable()
     while len(policy) < size:
         path = list(range(number, number + 16))
         number += 16
@@ -322,8 +245,10 @@ def _overhead(name: str, size: int, paths: int = 1000) -> float:
             policy.insert(block, Facts(path[at - 1] if at else None, 1000, 1.0, 16, session=path[0] % 64))
         clock.now += 0.5
         roots.append(path)
-    taken = 0.0
-    for _ in range(paths):
+    gc.enable()
+    gc.collect()
+    taken = [0.0] * rounds
+    for turn in range(rounds * paths):
         path = roots[int(rng.integers(len(roots) // 2, len(roots)))]
         path = [block for block in path if block in policy]
         clock.now += 0.5
@@ -337,22 +262,29 @@ def _overhead(name: str, size: int, paths: int = 1000) -> float:
                 policy.remove(victim)
             policy.insert(block, facts)
             above = block
-        taken += time.process_time() - started
+        taken[turn // paths] += time.process_time() - started
         number += 16
-    return taken / (paths * 32) * 1e6
+    return statistics.median(taken) / (paths * 32) * 1e6
 
 
 def main() -> int:
-    args = arguments(
-        __doc__ or "",
-        lambda parser: parser.add_argument(
-            "--plot", type=Path, metavar="FILE", help="draw FILE.png and FILE.svg"
-        ),
-    )
+    args = arguments(__doc__ or "", _options)
+    parts = args.only.split(",")
+    if unknown := {*parts} - {*_PARTS}:
+        sys.exit(f"unknown part {', '.join(unknown)}; there are {', '.join(_PARTS)}")
+    if args.plot and not {"replay", "flash"} <= {*parts}:
+        sys.exit("--plot draws what the parts replay and flash found: it needs both")
     report = Report("Eviction", "replayed traces; saved time by cost model, profile mid, simulated")
-    measure_traces(report, args)
-    measure_overhead(report, (10_000, 100_000) if args.quick else (10_000, 100_000, 1_000_000))
+    if {"replay", "flash"} & {*parts}:
+        measure_traces(report, args, parts)
+    if "overhead" in parts:
+        measure_overhead(report, (10_000, 100_000) if args.quick else (10_000, 100_000, 1_000_000))
     return report.finish(args)
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", default=",".join(_PARTS), metavar="PARTS", help="some of these parts")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw FILE.png and FILE.svg")
 
 
 if __name__ == "__main__":

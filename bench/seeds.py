@@ -33,8 +33,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from bench.eviction import Clock, made
+from bench.replay import made
 from bench.report import Report, arguments
+from bench.traces import Clock
 from kvstore.pipeline.simulated import roofline
 from kvstore.prefetch.cost import DEVICES
 from kvstore.prefetch.eviction import DEFAULT

@@ -32,6 +32,13 @@ _LOOK = 64
 buffers, all of it has changed within 64."""
 
 
+_Use = tuple[float, int, int, int]
+"""The last use of a block, number of that use among all, how often the block was used, its class.
+
+Also its rank among the leaves of its class: where two numbers are never equal, what follows them does not matter.
+"""
+
+
 class LeastWorth(Policy):
     """Gives up the leaf of the least value density (see `worth`), and refuses what is worth much less than that.
 
@@ -49,7 +56,7 @@ class LeastWorth(Policy):
         self._seconds = seconds
         self._chance = ReuseChance()
         self._now = 0
-        self._used: dict[int, tuple[float, int, int]] = {}  # last use, uses, class
+        self._used: dict[int, _Use] = {}
         self._classes: dict[int, Leaves] = {}
         self._gone: OrderedDict[Hashable, int] = OrderedDict()
         self._remembered = min(max(2 * self.room, _GHOSTS[0]), _GHOSTS[1])
@@ -79,7 +86,7 @@ class LeastWorth(Policy):
 
     def uses(self, block: int) -> int:
         """How often a held block was used, times before it was dropped and came back included."""
-        return self._used[block][1]
+        return self._used[block][2]
 
     def _least(self, may_leave: MayLeave, now: float) -> tuple[int, float] | None:
         """The leaf of the least value, and its value."""
@@ -114,7 +121,7 @@ class LeastWorth(Policy):
 
     def _value(self, block: int, now: float) -> float:
         facts = self._facts[block]
-        last, _, number = self._used[block]
+        last, _, _, number = self._used[block]
         return value_density(self._chance.index[number][age_slot(now - last)], facts.saved, facts.nbytes)
 
     def _incoming(self, incoming: Facts) -> float:
@@ -132,33 +139,31 @@ class LeastWorth(Policy):
     def _touched(self, blocks: list[int]) -> None:
         now = self._seconds()
         for block in blocks:
-            facts = self._facts[block]
-            _, uses, before = self._used[block]
-            if self._use(block, facts, uses + 1, now) != before:
+            _, _, uses, before = self._used[block]
+            if self._use(block, self._facts[block], uses + 1, now) != before:
                 self._classes[before].forget(block)
                 if self.is_leaf(block):
                     self._leaf(block)
 
     def _use(self, block: int, facts: Facts, uses: int, now: float) -> int:
         """Note a use, and return the class of the block from now on."""
-        self._now += 1
+        self._now = count = self._now + 1
         number = self._chance.class_of(facts.kind, uses, facts.fresh, facts.whole)
-        told = facts.last_use == now
-        self._chance.used(block if facts.name is None else facts.name, now, number, told=told)
-        self._used[block] = (now, uses, number)
+        name = block if facts.name is None else facts.name
+        self._chance.used(name, now, number, told=facts.last_use == now)
         leaves = self._classes.get(number)
         if leaves is None:
             leaves = self._classes[number] = Leaves(self.is_leaf)
-        leaves.rank[block] = now, self._now
+        self._used[block] = leaves.rank[block] = now, count, uses, number
         return number
 
     def _leaf(self, block: int) -> None:
-        number = self._used[block][2]
+        number = self._used[block][3]
         self._classes[number].leaf(block)
         heappush(self._order, (0.0, number))  # it may be the oldest leaf of its class: to be looked at
 
     def _removed(self, block: int, facts: Facts) -> None:
-        _, uses, number = self._used.pop(block)
+        _, _, uses, number = self._used.pop(block)
         self._classes[number].forget(block)
         self._remember(block if facts.name is None else facts.name, uses)
 

@@ -134,9 +134,16 @@ def decide(
     if not cold:
         seconds = compute(tokens - sum(piece.length for piece in held) + repaired(0))
         return Decision((0, 0), 0, 0, seconds, seconds, seconds)
-    ways = [_way(tokens, held, front, repaired, compute, load, groups) for front in _fronts(cold)]
-    load_all, nothing = ways[0][0], ways[-1][0]
-    best = min((way for pair in ways for way in pair), key=lambda way: way.seconds)
+    *fronts, end = _fronts(cold)
+    ways: list[Decision] = []
+    for front in fronts:
+        least, *both = _way(tokens, held, front, repaired, compute, load, groups)
+        ways += both
+        if least >= min(way.seconds for way in ways):
+            break  # the later the front, the more there is to compute
+    load_all = ways[0]
+    nothing, ahead = _way(tokens, held, end, repaired, compute, load, groups)[1:]
+    best = min((*ways, nothing, ahead), key=lambda way: way.seconds)
     chosen = best if best.seconds < WORTH * load_all.seconds else load_all
     return chosen._replace(load_all=load_all.seconds, load_nothing=nothing.seconds)
 
@@ -153,8 +160,8 @@ def _way(
     compute: Callable[[int], float],
     load: Callable[[int], float],
     groups: int,
-) -> tuple[Decision, Decision]:
-    """Both ways with this front: waiting for flash with everything, and with what needs it only."""
+) -> tuple[float, Decision, Decision]:
+    """What graphs take with this front; both ways: waiting for flash with everything, and with what needs it only."""
     lost = [piece for piece in held if piece.nbytes and piece.start < front and not piece.moved]
     hole = (lost[0].start, lost[-1].start + lost[-1].length) if lost else (0, 0)
     kept = [
@@ -175,5 +182,5 @@ def _way(
         return Decision(hole, front, ahead, max(one, all_), 0.0, 0.0)
 
     if not any(piece.nbytes for piece in kept):
-        return (way(0, 0), way(0, 0))
-    return way(0, 0), way(limit, first)
+        return compute(due), way(0, 0), way(0, 0)
+    return compute(due), way(0, 0), way(limit, first)

@@ -41,7 +41,10 @@ _FORGET = 0.98
 
 def age_slot(age: float) -> int:
     """The age bucket of an age in seconds."""
-    return 0 if age < 1.0 else min(_AGES - 1, int(2.0 * log2(age)) + 1)
+    if age < 1.0:
+        return 0
+    slot = int(2.0 * log2(age)) + 1
+    return slot if slot < _AGES else _AGES - 1
 
 
 class ReuseChance:
@@ -57,7 +60,7 @@ class ReuseChance:
     """
 
     def __init__(self) -> None:
-        self._kinds: dict[str, int] = {}
+        self._kinds: dict[str, int] = {}  # the first class of each
         self._open: dict[Hashable, int] = {}  # place of an observed block in:
         self._then = array("d")  # its last use
         self._class = array("q")  # its class then, -1 where there is none
@@ -73,16 +76,17 @@ class ReuseChance:
 
         One that is not `whole` is in a class by itself: it ends a prompt, and few others go on behind it.
         """
-        number = self._kinds.get(kind)
-        if number is None:
-            number = self._kinds[kind] = len(self._kinds)
-            if number:
-                self._grow(number + 1)
+        first = self._kinds.get(kind)
+        if first is None:
+            first = self._kinds[kind] = len(self._kinds) * _KIND
+            if first:
+                self._grow(len(self._kinds))
         if not whole:
-            return number * _KIND + _PART
+            return first + _PART
         if uses == 1:
-            return number * _KIND + min(_FRESH - 1, (fresh + 1).bit_length() - 1)
-        return number * _KIND + _FRESH + min(_USED, uses - 1) - 1
+            length = (fresh + 1).bit_length()
+            return first + (length if length < _FRESH else _FRESH) - 1
+        return first + _FRESH + (uses - 2 if uses <= _USED else _USED - 1)
 
     def used(self, name: Hashable, now: float, block_class: int, *, told: bool = False) -> None:
         """A block was used, the first time or again, and is of this class from now on. `now` in seconds.
@@ -91,7 +95,7 @@ class ReuseChance:
         """
         self._since += 1
         if self._share < _ALL and _place(name) >= self._share:
-            return
+            return  # most of them, in a large tier
         at = self._open.get(name)
         if at is not None:
             age = max(0.0, now - self._then[at])
@@ -177,7 +181,7 @@ def _at(until: list[float], age: float) -> float:
 
 def _place(name: Hashable) -> int:
     """Where a name lies between 0 and `_ALL`, evenly spread also for consecutive numbers."""
-    return (hash(name) * 0x9E3779B97F4A7C15 >> 17) % _ALL
+    return hash(name) * 0x9E3779B97F4A7C15 >> 17 & _ALL - 1
 
 
 _ALL = 1 << 32
@@ -239,4 +243,4 @@ def value_density(index: float, saved: float, nbytes: int) -> float:
     `bench.eviction`, but there deep blocks push out many shallow ones, up to a point of hits. What saves nothing still
     has an order, far below all else.
     """
-    return index * sqrt(max(saved, 1e-9) / nbytes)
+    return index * sqrt((saved if saved > 1e-9 else 1e-9) / nbytes)

@@ -5,8 +5,9 @@ from flash; from flash it is checked, decoded into warm memory (so that the next
 the engine's buffer. A block that goes to several places of the prompt is read once. From where bytes come, this
 process's tiers or the daemon's, is `reading`'s matter.
 
-What comes from flash is brought by the pool's threads. What lies in memory is placed by who waits for it: a copy takes
-microseconds, and threads that share an interpreter for such work take twice as long as one (measured).
+What comes from flash is brought by the pool's threads, side by side. What lies in memory is placed by one thread at a
+time: one of the pool's, beside the graphs, or who waits for it. A copy takes microseconds, and threads that share an
+interpreter for such work take twice as long as one (measured).
 """
 
 from __future__ import annotations
@@ -87,13 +88,10 @@ class Load(Iterator[LoadedGroup]):
         near = [tile for tile in tiles if tile.source.places[0].piece.target < wanted.first]
         far = [tile for tile in tiles if tile.source.places[0].piece.target >= wanted.first]
         self._first = len(near)
-        self._ends = [
-            len(near) + sum(tile.group <= group for tile in far) for group in range(len(self._groups))
-        ]
-        self._targets = [
-            [tile.source.places[0].piece.target for tile in far if tile.group == group]
-            for group in range(len(self._groups))
-        ]
+        self._targets: list[list[int]] = [[] for _ in groups]
+        for tile in far:
+            self._targets[tile.group].append(tile.source.places[0].piece.target)
+        self._ends = [*itertools.accumulate(map(len, self._targets), initial=len(near))][1:]
 
         def bring(tile: _Tile) -> None:  # knows nothing of this load, whose collection ends it
             if good.includes_any(tile.source):
@@ -106,10 +104,10 @@ class Load(Iterator[LoadedGroup]):
         """How many of the first n tiles come from flash."""
         from_flash = list(itertools.compress(tiles, on_flash))
         reading.start([(tile.source.number, tile.group) for tile in from_flash])
-        self._placing = Direct(
-            [tile for tile, is_far in zip(tiles, on_flash, strict=True) if not is_far], bring
-        )
         self._flow = Flow(lease.pool, from_flash, bring)
+        self._placing = Direct(
+            lease.pool, [tile for tile, is_far in zip(tiles, on_flash, strict=True) if not is_far], bring
+        )
         self._closed = False
 
     def __next__(self) -> LoadedGroup:

@@ -77,6 +77,10 @@ class Namespace:
         )
         return self.identity.codec
 
+    def frame(self, group: int, tokens: int) -> slice:
+        """Where a layer group lies in the raw bytes of a block of `tokens` tokens."""
+        return self.layout.span(self.layer_groups[group], tokens)
+
     def frames(self, tokens: int) -> list[slice]:
         """Where each layer group lies in the raw bytes of a block of `tokens` tokens."""
         return [self.layout.span(group, tokens) for group in self.layer_groups]

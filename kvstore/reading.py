@@ -116,7 +116,7 @@ class TierReading:
         """Raises BadRecordError."""
         source = self._sources[number]
         block = source.block
-        frame = block.namespace.frames(block.length)[group]
+        frame = block.namespace.frame(group, block.length)
         raw = np.empty(frame.stop - frame.start, dtype=np.uint8) if source.raw is None else source.raw[frame]
         if source.is_far:
             with source.opening:
@@ -139,7 +139,7 @@ class TierReading:
             with stage("read"):
                 yield
             block = source.block
-            frame = block.namespace.frames(block.length)[group]
+            frame = block.namespace.frame(group, block.length)
             nbytes = block.cold_bytes * (frame.stop - frame.start) // max(1, block.nbytes)
         finally:
             flash.end(nbytes)

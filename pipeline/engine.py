@@ -237,7 +237,10 @@ class StaticGraphEngine:
     def plan(
         self, token_ids: ArrayLike, positions: ArrayLike, slots: ArrayLike, kv: KvAllocation
     ) -> list[Call]:
-        """The cheapest calls for these tokens, in their order. Raises InvalidTokens."""
+        """The cheapest calls for these tokens, in their order. Raises InvalidTokens.
+
+        The shortest come first: they wait for less of the KV that is still on its way.
+        """
         ids, at = _int32("token ids", token_ids), _int32("positions", positions)
         into = _int32("slots", slots)
         if not len(ids) == len(at) == len(into):
@@ -247,7 +250,7 @@ class StaticGraphEngine:
         with self._lock:
             cover = self.costs(kv.slots).cover(len(ids))
         calls, start = [], 0
-        for size in cover.sizes:
+        for size in reversed(cover.sizes):
             end = start + size
             calls.append(Call(size, ids[start:end], at[start:end], into[start:end]))
             start = end
@@ -276,7 +279,9 @@ class StaticGraphEngine:
         hidden: list[NDArray[np.float32] | None] = [None] * len(calls)
         seconds = [0.0] * len(calls)
         groups = self._groups_of(calls)
+        last = [int(call.positions[-1]) for call in calls]
         try:
+            bound = [self._bind(kv, call.size, groups) for call in calls]
             for part, layers in enumerate(groups):
                 read = [g for g, each in enumerate(self.layer_groups) if each.start in layers]
                 if before_group:
@@ -285,10 +290,9 @@ class StaticGraphEngine:
                 for number, call in enumerate(calls):
                     if before_call:
                         for group in read:
-                            before_call(group, int(call.positions[-1]))
-                    bound = self._bind(kv, call.size, groups)  # may compile, which is no cost of the call
+                            before_call(group, last[number])
                     begun = time.perf_counter()
-                    hidden[number] = bound.run(part, call, hidden[number])
+                    hidden[number] = bound[number].run(part, call, hidden[number])
                     seconds[number] += time.perf_counter() - begun
         except BaseException:
             kv.slot_positions[:] = EMPTY

@@ -1,8 +1,11 @@
 """A device that takes the time of another one: an NPU and its flash, at the speeds of a profile, on any machine.
 
-Nothing here is faster or slower than it says by more than the sleep of the operating system is (about 0.1 ms), and
-whatever is measured with it is a simulation: label it so. What really runs underneath, a tiny model and small records,
-has to take less time than what is simulated; then overlap, waiting and cancelling behave as on the device.
+Whatever is measured with it is a simulation: label it so. What really runs underneath, a tiny model and small records,
+has to take less time than what is simulated, and happens within that time; then overlap, waiting and cancelling behave
+as on the device. The NPU is done when it says, to some microseconds: the last stretch of each run is spun, since a
+sleep wakes up about 0.1 ms late, which is neither the device's nor the host's doing. Its thread holds the interpreter
+while it spins: what other threads do in Python has so much less time than beside a real NPU. Flash wakes its readers by
+sleep alone, so a read that nobody overlaps seems 0.1 ms longer than it says.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ from numpy.typing import NDArray
 
 from .graphs import Graph
 from .runtime import Binding, CompiledGraph, NpuRuntime, Tensors
+
+_SPUN = 200e-6  # seconds, more than a sleep is late on a quiet machine
 
 CallSeconds = Callable[[int, int], float]
 """Seconds of a call of C tokens over S slots through all layers, without what the driver takes to launch a graph."""
@@ -70,7 +75,9 @@ class SimulatedNpu:
         with self._lock:
             started = time.perf_counter()
             binding.run()
-            _sleep_until(started + seconds)
+            _sleep_until(started + seconds - _SPUN)
+            while time.perf_counter() < started + seconds:
+                pass
             self.busy_seconds += time.perf_counter() - started
 
 
@@ -120,6 +127,8 @@ class IdleRuntime:
 class SimulatedFlash:
     """A medium that serves one read after the other, each in the seconds that `seconds` says for its bytes.
 
+    A read is served from when it is asked for, or when the one before it is done.
+
     `scale` bytes of the device stand behind each byte that is really read: so a tiny model's records take as long as
     those of the model that is simulated. Reads of a page are what they are, the head of a record. Any thread may read:
     a flash part has one command queue, and so has this.
@@ -143,9 +152,10 @@ class SimulatedFlash:
         """`read`, a function that returns how many bytes it read, at the speed of this medium."""
 
         def slowed(*args: Any) -> int:
+            asked = time.perf_counter()
             count = read(*args)
             with self._lock:
-                begin = max(self._free_at, time.perf_counter())
+                begin = max(self._free_at, asked)
                 took = self.seconds(count)
                 self._free_at = begin + took
                 self.busy_seconds += took

@@ -19,7 +19,9 @@ stages take turns whatever they are called.
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from typing import Generic, TypeVar
@@ -28,6 +30,10 @@ Tile = TypeVar("Tile")
 
 WIDTH = 2
 """Tiles in flight: one waits for flash while the other is decoded."""
+
+_PAUSE = 100e-6
+"""Seconds between two tiles that are placed ahead. Without it the interpreter stays with who places for 5 ms at a time,
+and graphs that could begin wait for it (measured)."""
 
 
 class FlowStopped(RuntimeError):
@@ -116,31 +122,42 @@ class Flow(Generic[Tile]):
 
 
 class Direct(Generic[Tile]):
-    """Does `work` for each of `tiles`, in order, in the thread that waits for them; else as `Flow`.
+    """Does `work` for each of `tiles`, in order, one at a time; else as `Flow`.
 
     For work of microseconds, a copy within memory: threads that share an interpreter for it take twice as long as one.
+    A thread of `pool` goes ahead while nobody waits, so that tiles are placed beside the graphs; who waits takes over,
+    since waking another thread takes longer than a tile.
     """
 
-    def __init__(self, tiles: Sequence[Tile], work: Callable[[Tile], None]) -> None:
+    def __init__(self, pool: Executor, tiles: Sequence[Tile], work: Callable[[Tile], None]) -> None:
+        self._pool = pool
         self._tiles = tiles
         self._work = work
         self._done = 0
+        self._awaited = 0
+        self._failures: list[tuple[Tile, Exception]] = []
         self._stopped = False
+        self._ahead = False  # a thread of the pool is, or will be, at it
         self._working = threading.Lock()
+        with self._working:
+            self._go_ahead()
 
     def wait(self, count: int) -> list[tuple[Tile, Exception]]:
-        """Do what of the first `count` tiles is not done; those that failed. Raises FlowStopped."""
-        failures = []
-        while self._done < count:
+        """Do what of the first `count` tiles is not done; those that failed since the last wait. Raises FlowStopped."""
+        if self._done < count:
+            self._awaited = count
+            while self._done < count:
+                with self._working:
+                    if self._stopped:
+                        raise FlowStopped(f"stopped after {self._done} of {count} tiles")
+                    if self._done < count:
+                        self._next()
             with self._working:
-                if self._stopped:
-                    raise FlowStopped(f"stopped after {self._done} of {count} tiles")
-                tile = self._tiles[self._done]
-                try:
-                    self._work(tile)
-                except Exception as error:
-                    failures.append((tile, error))
-                self._done += 1
+                self._go_ahead()
+        if not self._failures:
+            return []
+        with self._working:
+            failures, self._failures = self._failures, []
         return failures
 
     def stop(self) -> None:
@@ -148,3 +165,28 @@ class Direct(Generic[Tile]):
         self._stopped = True
         with self._working:
             pass
+
+    def _next(self) -> None:
+        tile = self._tiles[self._done]
+        try:
+            self._work(tile)
+        except Exception as error:
+            self._failures.append((tile, error))
+        self._done += 1
+
+    def _go_ahead(self) -> None:
+        if self._ahead or self._stopped or self._done == len(self._tiles):
+            return
+        with contextlib.suppress(RuntimeError):  # the pool is shut down: who waits does it all
+            self._pool.submit(self._step)
+            self._ahead = True
+
+    def _step(self) -> None:
+        time.sleep(_PAUSE)
+        with self._working:
+            self._ahead = False
+            if self._stopped or self._done < self._awaited:
+                return
+            if self._done < len(self._tiles):
+                self._next()
+            self._go_ahead()

@@ -23,6 +23,7 @@ from kvstore.pipeline.engine import InvalidTokens, StaticGraphEngine
 from kvstore.pipeline.graphs import EMPTY
 from kvstore.pipeline.kv_allocation import ContextExceeded
 from kvstore.pipeline.onnx_runtime import OnnxRuntime, ProviderUnavailable
+from kvstore.pipeline.simulated import IdleRuntime, SimulatedNpu
 from kvstore.pipeline.tokenizer import Tokenizer
 from kvstore.pipeline.weights import UnsupportedModel
 from tests.reference import Reference
@@ -236,6 +237,15 @@ def test_a_load_that_fails_leaves_the_allocation_empty(make: Make, oracle: NDArr
         engine.prefill(TOKENS, kv, start=20, before_group=fail)
     assert (kv.slot_positions == EMPTY).all()
     assert np.abs(engine.prefill(TOKENS, kv) - oracle[-1]).max() <= TOLERANCE
+
+
+def test_the_first_call_waits_for_as_few_positions_as_can_be(tiny: Path, tmp_path: Path) -> None:
+    npu = SimulatedNpu(IdleRuntime(), 3, lambda tokens, _: tokens * 1e-4, launch_seconds=2e-3)
+    engine = StaticGraphEngine(tiny, runtime=npu, sizes=(16, 32), contexts=(64,), cache=tmp_path)
+    kv, asked = engine.allocate(48), list[int]()
+    calls = engine.plan(TOKENS[:48], PLACES[:48], PLACES[:48], kv)
+    engine.run(calls, kv, before_call=lambda _, position: asked.append(position))
+    assert asked == [15, 47]
 
 
 def test_decoding_step_by_step_equals_prefill_of_the_whole(make: Make) -> None:

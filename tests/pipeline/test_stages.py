@@ -95,42 +95,75 @@ def test_flows_of_one_pool_take_turns() -> None:
     assert order == ["a", "b"] * 20
 
 
+@settings(max_examples=30, deadline=None)
 @given(st.integers(0, 20), st.sets(st.integers(0, 19)), st.lists(st.integers(0, 20), max_size=4))
-def test_direct_work_is_done_in_order_by_who_waits(count: int, bad: set[int], targets: list[int]) -> None:
-    done = list[int]()
+def test_direct_work_is_done_in_order_one_tile_at_a_time(
+    count: int, bad: set[int], targets: list[int]
+) -> None:
+    done, running = list[int](), threading.Lock()
 
     def work(tile: int) -> None:
+        assert running.acquire(blocking=False), "two tiles at a time"
+        time.sleep(0)
         done.append(tile)
-        assert threading.current_thread() is threading.main_thread()
+        running.release()
         if tile in bad:
             raise ValueError(tile)
 
-    direct, told, most = Direct(range(count), work), list[int](), 0
-    for target in targets:
-        told += [tile for tile, _ in direct.wait(min(target, count))]
-        most = max(most, min(target, count))
-        assert done == list(range(most))
-    assert told == [tile for tile in done if tile in bad]
-    direct.stop()
-    if most < count:
-        with pytest.raises(FlowStopped):
-            direct.wait(count)
+    with ThreadPoolExecutor(2) as pool:
+        direct, told = Direct(pool, range(count), work), list[int]()
+        for target in [*(min(target, count) for target in targets), count]:
+            told += [tile for tile, _ in direct.wait(target)]
+            assert done[:target] == list(range(target))
+            assert {tile for tile in bad if tile < target} <= set(told)
+        assert done == list(range(count))
+        assert told == [tile for tile in done if tile in bad]
 
 
-def test_stopping_direct_work_waits_for_the_tile_that_is_being_done() -> None:
+def test_direct_work_goes_on_while_nobody_waits() -> None:
+    done, last = list[int](), threading.Event()
+
+    def work(tile: int) -> None:
+        done.append(tile)
+        if tile == 9:
+            last.set()
+
+    with ThreadPoolExecutor(1) as pool:
+        direct = Direct(pool, range(10), work)
+        direct.wait(3)
+        assert last.wait(10)
+        assert direct.wait(10) == []
+    assert done == list(range(10))
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_who_waits_for_direct_work_needs_no_thread_of_the_pool(closed: bool) -> None:
+    """A request that stood still behind the reads of others, for what lay in memory."""
+    pool, gate, done = ThreadPoolExecutor(1), threading.Event(), list[int]()
+    pool.submit(gate.wait, 10)
+    if closed:
+        pool.shutdown(wait=False)
+    direct = Direct(pool, range(5), done.append)
+    direct.wait(5)
+    assert done == list(range(5))
+    gate.set()
+    pool.shutdown()
+
+
+def test_stopped_direct_work_begins_nothing_more() -> None:
     begun, go_on = threading.Event(), threading.Event()
 
     def work(_: int) -> None:
         begun.set()
         go_on.wait()
 
-    direct = Direct([0, 1], work)
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(3) as pool:
+        direct = Direct(pool, [0, 1], work)
         waiting = pool.submit(direct.wait, 2)
         begun.wait()
         stopping = pool.submit(direct.stop)
         time.sleep(0.01)
-        assert not stopping.done()
+        assert not stopping.done(), "a tile was still being worked on"
         go_on.set()
         stopping.result()
         with pytest.raises(FlowStopped):

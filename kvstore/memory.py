@@ -32,12 +32,22 @@ def _nobody(_: int) -> None:
 class MemoryTier:
     """`budget` bytes in arenas of at most `arena_bytes` each; never more is handed out than the budget.
 
-    walled: arenas have owners; then each has about an eighth of the budget, in whole blocks. Not thread-safe: the store
-    calls it under its lock. Bytes are read and written through `view` outside it.
+    walled: arenas have owners; then each has about an eighth of the budget, in whole blocks. most_arenas: how many of
+    them there are at a time, for all owners together, where a device counts its pinned buffers; then each has as large
+    a part of the budget. None sets no limit. Not thread-safe: the store calls it under its lock. Bytes are read and
+    written through `view` outside it.
     """
 
     def __init__(
-        self, name: str, budget: int, *, arena_bytes: int, alignment: int, pin: bool, walled: bool = False
+        self,
+        name: str,
+        budget: int,
+        *,
+        arena_bytes: int,
+        alignment: int,
+        pin: bool,
+        walled: bool = False,
+        most_arenas: int | None = None,
     ) -> None:
         self.name = name
         self.walled = walled
@@ -48,7 +58,9 @@ class MemoryTier:
         self.used_by = Counter[bytes]()
         """The same by owner."""
         self._alignment = alignment
-        self._arena_bytes = min(arena_bytes, -(-budget // _MOST_ARENAS)) if walled else arena_bytes
+        self._most_arenas = most_arenas
+        self._arena_bytes = arena_bytes // alignment * alignment
+        self._share = min(self._arena_bytes, -(-budget // min(_MOST_ARENAS, most_arenas or _MOST_ARENAS)))
         self._pin = pin
         self._arenas: dict[int, Arena] = {}
         self._owners: dict[int, bytes] = {}
@@ -80,7 +92,7 @@ class MemoryTier:
     def largest_arena(self) -> int:
         """The most bytes one block can have here."""
         if self.walled:
-            return self.total
+            return min(self.total, self._arena_bytes)
         return max((arena.size for arena in self._arenas.values()), default=0)
 
     def owned(self) -> Counter[bytes]:
@@ -97,16 +109,16 @@ class MemoryTier:
         for number, arena in self._arenas.items():
             if self._owners[number] == owner and (extent := self._in(number, arena, nbytes)) is not None:
                 return extent
-        if not self.walled or nbytes > self.total:
+        if not self.walled or nbytes > self.largest_arena:
             return None
-        unit = self.round_up(unit)
-        wanted = max(self.round_up(nbytes), -(-self._arena_bytes // unit) * unit)
+        unit, needed = self.round_up(unit), self.round_up(nbytes)
+        wanted = max(needed, min(-(-self._share // unit) * unit, self._arena_bytes))
         for number in list(self._arenas):
-            if self._unmade >= self.round_up(nbytes):
+            if self._may_make(needed):
                 break
             if self.is_empty(number):
                 self._retire(number)
-        if self._unmade < self.round_up(nbytes):
+        if not self._may_make(needed):
             return None
         try:
             number = self._make(owner, min(self._unmade, wanted))
@@ -180,6 +192,10 @@ class MemoryTier:
     def close(self) -> None:
         for arena in self._arenas.values():
             arena.close()
+
+    def _may_make(self, nbytes: int) -> bool:
+        """Whether an arena of `nbytes` keeps to the budget, and to the number of arenas."""
+        return self._unmade >= nbytes and len(self._arenas) < (self._most_arenas or len(self._arenas) + 1)
 
     def _count(self, number: int, nbytes: int) -> None:
         self.used += nbytes

@@ -70,3 +70,35 @@ def test_no_more_is_touched_than_asked_for(steps: list[tuple[str, int]]) -> None
             assert np.all(memory.view(extent, number * PAGE) == number)
     assert most * PAGE <= memory.total
     memory.close()
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    most=st.integers(1, 12),
+    arena=st.integers(6, 64),
+    steps=st.lists(st.tuples(st.sampled_from("aaar"), st.integers(0, 5), st.integers(1, 8)), max_size=60),
+)
+def test_a_device_never_has_more_arenas_than_it_pins_nor_longer_ones(
+    most: int, arena: int, steps: list[tuple[str, int, int]]
+) -> None:
+    """Owners had arenas of their own, as many as there were owners."""
+    budget = min(most * arena, 64) * PAGE
+    memory = MemoryTier(
+        "hot", budget, arena_bytes=arena * PAGE, alignment=PAGE, pin=False, walled=True, most_arenas=most
+    )
+    held: list[Extent] = []
+    for step, owner, pages in steps:
+        if step == "r" and held:
+            memory.release(held.pop(pages % len(held)))
+        elif (extent := memory.allocate(pages * PAGE, bytes([owner]), 3 * PAGE)) is not None:
+            held.append(extent)
+        memory.check()
+        assert len(memory.arenas) <= most
+        assert all(each.size <= arena * PAGE for each in memory.arenas.values())
+        assert sum(each.size for each in memory.arenas.values()) <= budget
+    for extent in held:
+        memory.release(extent)
+    while memory.allocate(PAGE, b"one of many") is not None:
+        assert len(memory.arenas) <= most
+    assert memory.used >= 0.75 * memory.total, "that many are enough for about the whole budget"
+    memory.close()

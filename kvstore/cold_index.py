@@ -80,9 +80,10 @@ class ColdIndex:
                 path.unlink(missing_ok=True)
         return target.stat().st_size
 
-    def remove(self) -> None:
-        """Leave no index. Raises OSError."""
-        for path in self._directory.iterdir():
+    @staticmethod
+    def remove_all(directory: Path) -> None:
+        """Leave no index, whatever key it is of. Raises OSError."""
+        for path in directory.iterdir():
             path.unlink(missing_ok=True)
 
 

@@ -6,7 +6,7 @@ index/        LMDB index, named after the digest of its content
 blocks/       one record a block, named after its key, or by a keyed hash of it; *.tmp goes on opening
 quarantine/   records that failed a check, kept for inspection within the budget
 writes        how much was written today, with its checksum; only under a write budget
-pins          prefixes that are not to be evicted, with a checksum; only where there are any; of a key: pins.<its id>
+pins          prefixes that are not to be evicted, with a checksum; only where there are any; under a key: pins.<its id>
 identities/   what each identity digest stands for, what was measured of moved reuse for it, and what its blocks
               speak of, as vectors
 """
@@ -22,6 +22,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
+from .ciphers import Ciphers
 from .encryption import Cipher
 from .errors import DirectoryInUseError, DirectoryUnusableError, FormatMismatchError
 
@@ -50,10 +51,10 @@ class DataDirectory:
     Raises DirectoryInUseError, DirectoryUnusableError or FormatMismatchError; nothing is changed then.
     """
 
-    def __init__(self, path: Path, block_tokens: int, cipher: Cipher | None = None) -> None:
+    def __init__(self, path: Path, block_tokens: int, ciphers: Ciphers | None = None) -> None:
         self.path = path
-        self.cipher = cipher
-        """Encrypts what tells of tokens or KV; None leaves all in clear."""
+        self.ciphers = Ciphers() if ciphers is None else ciphers
+        """Encrypt what tells of tokens or KV; without, all is in clear."""
         self._lock = -1
         try:
             fresh = self._check_format(block_tokens)
@@ -92,10 +93,12 @@ class DataDirectory:
 
     @property
     def pins(self) -> Path:
-        return self.path / pins_name(self.cipher)
+        """Of those that are in clear; the names of others begin with its."""
+        return self.path / "pins"
 
-    def block_file(self, key: bytes) -> Path:
-        return self.path / "blocks" / record_name(key, self.cipher)
+    def block_file(self, key: bytes, cipher: Cipher | None = None) -> Path:
+        """Of a record under `cipher`."""
+        return self.path / "blocks" / record_name(key, cipher)
 
     def aside_file(self, number: int) -> Path:
         """Where the record of a dropped block waits for the end of its last lease."""
@@ -193,8 +196,10 @@ def record_name(key: bytes, cipher: Cipher | None) -> str:
     return (key[:16] if cipher is None else cipher.name(key)).hex()
 
 
-def pins_name(cipher: Cipher | None) -> str:
-    return "pins" if cipher is None else f"pins.{cipher.id.hex()}"
+def find_record(folder: Path, key: bytes, digest: bytes, ciphers: Ciphers) -> Path | None:
+    """Where the record of a block of this identity lies, among the records of `folder`."""
+    files = [folder / record_name(key, cipher) for cipher in ciphers.under_which(digest)]
+    return next((file for file in files if file.exists()), None)
 
 
 def is_part(name: str) -> bool:

@@ -1,40 +1,35 @@
-"""Encryption at rest: what a directory that is opened with a key leaves on flash tells nothing of tokens or KV.
+"""Encryption at rest: what a directory that is opened with keys leaves on flash tells nothing of tokens or KV.
 
-    key = Key.generate()
+    key = kvstore.KeyFile("~/keys")                       # or 32 bytes, or kvstore.Keyring()
     with kvstore.open(path, identity=identity, key=key) as store: ...
+
+Each tenant has a key of its own: `keys` says where from, `ciphers` which opens what. Here is what one key does.
 
 AES-256-GCM: of what `cryptography` has it was measured to be twice as fast as ChaCha20-Poly1305 where the CPU helps,
 and it takes the pieces of a frame one by one, so that they are decrypted straight to their place.
 
-Nonces. GCM is broken by two messages under one key and nonce. So the key of a directory encrypts nothing itself. All
-that is written at a time (a record, an index, a small file) has a key of its own: BLAKE2b-256 of a salt of 24 random
-bytes, keyed with the directory's. Under that, messages have consecutive numbers as nonces: header 0, frames 1, 2, …
-What is written again gets a new salt; of 2^32 two are the same with a chance of 2^-129. No counter has to be kept, none
-can be lost, and no message of one record authenticates as one of another, or of another place in the same.
+Nonces. GCM is broken by two messages under one key and nonce. So a tenant's key encrypts nothing itself. All that is
+written at a time (a record, an index, a small file) has a key of its own: BLAKE2b-256 of a salt of 24 random bytes,
+keyed with the tenant's. Under that, messages have consecutive numbers as nonces: header 0, frames 1, 2, … What is
+written again gets a new salt; of 2^32 two are the same with a chance of 2^-129. No counter has to be kept, none can be
+lost, and no message of one record authenticates as one of another, or of another place in the same.
 
 Names. A block's key is a hash of its tokens, so who guesses a prompt could look whether it is held. File names and rows
 of the index are named by a keyed hash of it instead.
 
 In clear stay: sizes and times of files, how many blocks there are, what identities stand for and were measured to
 bear, and the first 8 bytes of a hash that tells whose key is needed.
-
-A directory opened with a key sees only what was written under that key; opened without one, only what is not
-encrypted. What it does not see counts against the budget, and goes before anything else when room is needed.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import hmac
-import os
-import re
 import secrets
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
-from .errors import KVStoreError
+from .errors import EncryptionError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -44,13 +39,6 @@ KEY_BYTES = 32
 SALT_BYTES = 24
 TAG_BYTES = 16
 ID_BYTES = 8
-
-NEXT = ".next"
-"""Ending of the file that a rotation keeps the new key in until every record is under it."""
-
-
-class EncryptionError(KVStoreError, ValueError):
-    """A key that is none, cannot be read or must not be used, or the extra that encryption needs is missing."""
 
 
 class OtherKeyError(Exception):
@@ -66,40 +54,12 @@ class Key:
 
     def __init__(self, secret: bytes) -> None:
         if not isinstance(secret, bytes) or len(secret) != KEY_BYTES:
-            raise EncryptionError(f"a key is {KEY_BYTES} random bytes; Key.generate() makes one")
+            raise EncryptionError(f"a key is {KEY_BYTES} random bytes; kvstore.Key.generate() makes one")
         self.secret = secret
 
     @classmethod
     def generate(cls) -> Key:
         return cls(secrets.token_bytes(KEY_BYTES))
-
-    @classmethod
-    def of_file(cls, path: str | os.PathLike[str]) -> Key:
-        """The key in a file that `write` made.
-
-        Raises EncryptionError; also while a rotation to another key is not complete, and when others may read the file.
-        """
-        path = Path(path).expanduser()
-        if path.with_name(path.name + NEXT).exists():
-            raise EncryptionError(
-                f"the rotation of {path} is not complete; `kvstore key rotate` goes on with it"
-            )
-        return read(path)
-
-    def write(self, path: Path) -> None:
-        """Make a file of mode 0600, forced to the medium. Raises EncryptionError, also for one that exists."""
-        try:
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            try:
-                os.write(fd, self.secret.hex().encode() + b"\n")
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-            sync_folder(path.parent)
-        except FileExistsError:
-            raise EncryptionError(f"{path} exists; a key is never overwritten, give another path") from None
-        except OSError as error:
-            raise EncryptionError(f"{path} cannot be written: {error}") from error
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Key) and hmac.compare_digest(self.secret, other.secret)
@@ -111,56 +71,8 @@ class Key:
         return "Key(…)"
 
 
-def read(path: Path) -> Key:
-    """The key in a file. Raises EncryptionError."""
-    try:
-        if path.stat().st_mode & 0o077:
-            raise EncryptionError(f"others may read {path}: chmod 600 it, and rotate the key")
-        text = path.read_text(encoding="ascii").strip()
-    except FileNotFoundError:
-        raise EncryptionError(f"{path} does not exist; `kvstore key new` makes a key") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise EncryptionError(f"{path} cannot be read: {error}") from error
-    if not re.fullmatch(f"[0-9a-f]{{{2 * KEY_BYTES}}}", text):
-        raise EncryptionError(f"{path} holds no key; `kvstore key new` makes one")
-    return Key(bytes.fromhex(text))
-
-
-def erase(path: Path) -> None:
-    """Remove a key's file and overwrite it. Whether flash keeps a copy, no program can tell. Raises OSError."""
-    with contextlib.suppress(FileNotFoundError), path.open("r+b") as file:
-        path.unlink()
-        sync_folder(path.parent)
-        _overwrite(file)
-
-
-def replace(path: Path, fresh: Path) -> None:
-    """Have a key's file take the place of another, which is overwritten. Raises OSError."""
-    with contextlib.ExitStack() as stack:
-        old = stack.enter_context(path.open("r+b")) if path.exists() else None
-        fresh.rename(path)
-        sync_folder(path.parent)
-        if old is not None:
-            _overwrite(old)
-
-
-def _overwrite(file: BinaryIO) -> None:
-    file.write(bytes(os.fstat(file.fileno()).st_size))
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def sync_folder(path: Path) -> None:
-    """Force the names in a folder to the medium. Raises OSError."""
-    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
 class Cipher:
-    """What a directory does with its key. Raises EncryptionError where the package `cryptography` is missing."""
+    """What is done with one key. Raises EncryptionError where the package `cryptography` is missing."""
 
     def __init__(self, key: Key) -> None:
         try:
@@ -173,6 +85,7 @@ class Cipher:
         self._naming = _derived(key.secret, b"", b"kvstore.name")
         self.id = _derived(key.secret, b"", b"kvstore.id")[:ID_BYTES]
         """Tells which key is needed, and nothing else of it."""
+        self.key = key
 
     def name(self, block_key: bytes) -> bytes:
         """What a block is called on flash, 16 bytes."""

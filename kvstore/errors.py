@@ -31,6 +31,10 @@ class BudgetError(KVStoreError, ValueError):
     """A profile whose budgets cannot hold even one block."""
 
 
+class EncryptionError(KVStoreError, ValueError):
+    """A key that is none, is missing, cannot be read or kept, or a package that encryption needs is not there."""
+
+
 class LeaseReleasedError(KVStoreError, RuntimeError):
     """A lease used or released after its release."""
 

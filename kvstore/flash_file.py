@@ -54,6 +54,15 @@ def sync(path: str | os.PathLike[str]) -> None:
         os.close(fd)
 
 
+def sync_folder(path: str | os.PathLike[str]) -> None:
+    """Force the names in a folder to the medium. Raises OSError."""
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
 class FlashReader:
     """Reads one file. Raises OSError. Several threads may read at a time."""
 

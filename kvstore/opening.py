@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Literal, overload
 
 from .api import Store
-from .encryption import Key
 from .errors import DaemonLostError
 from .identity import Identity
+from .keys import Keys
 from .profile import CPU, Profile
 from .store import KVStore, open_store
 
@@ -25,7 +25,7 @@ def open_any(
     *,
     identity: Identity,
     profile: Profile = CPU,
-    key: Key | None = None,
+    key: Keys | None = None,
     daemon: Literal[False],
 ) -> KVStore: ...
 
@@ -36,7 +36,7 @@ def open_any(
     *,
     identity: Identity,
     profile: Profile = CPU,
-    key: Key | None = None,
+    key: Keys | None = None,
     daemon: str | os.PathLike[str] | bool | None = None,
 ) -> Store: ...
 
@@ -46,15 +46,15 @@ def open_any(
     *,
     identity: Identity,
     profile: Profile = CPU,
-    key: Key | None = None,
+    key: Keys | None = None,
     daemon: str | os.PathLike[str] | bool | None = None,
 ) -> Store:
     """Open a store for one identity; `kvstore.open`.
 
     daemon: the socket of the daemon that is to hold it, True for the user's own; False for none, which is what None
-    means unless KVSTORE_DAEMON names a socket, or is "auto". With a daemon, `path`, `profile` and `key` are those of
-    the store that serves when none is there at the start, as without one; for what serves when it goes later, see
-    `connect`.
+    means unless KVSTORE_DAEMON names a socket, or is "auto". With a daemon, `path` and `profile` are those of the store
+    that serves when none is there at the start, as without one; for what serves when it goes later, and for what
+    the daemon does with `key`, see `connect`.
 
     Raises what `store.open_store` does.
     """
@@ -66,7 +66,7 @@ def open_any(
 
     socket = None if daemon is True else Path(daemon)
     try:
-        return connect(socket, identity=identity, profile=profile, required=True)
+        return connect(socket, identity=identity, profile=profile, key=key, required=True)
     except DaemonLostError as error:
         log.warning("%s; a store of this process serves", error)
         return open_store(path, identity=identity, profile=profile, key=key)

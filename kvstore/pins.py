@@ -19,7 +19,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from .block import Block, block_key
-from .encryption import AlteredError, Cipher, OtherKeyError
+from .ciphers import Ciphers
+from .encryption import CLEAR_BYTES, AlteredError, Cipher, OtherKeyError
 from .errors import BudgetError
 from .namespace import ROOT_KEY
 
@@ -52,14 +53,15 @@ class _Piece(NamedTuple):
 class Pins:
     """The pins of one data directory, kept in `file` (None: in memory), at most `limit` bytes of KV in all.
 
-    `cipher` encrypts the file. Prefixes that several pins share count once. Called under the store's lock.
+    `ciphers` encrypt them, each tenant's in a file beside. Prefixes that several pins share count once. Called under
+    the store's lock.
     """
 
     def __init__(
-        self, file: Path | None, block_tokens: int, limit: int, cipher: Cipher | None = None
+        self, file: Path | None, block_tokens: int, limit: int, ciphers: Ciphers | None = None
     ) -> None:
         self.limit = limit
-        self._cipher = cipher
+        self._ciphers = Ciphers() if ciphers is None else ciphers
         self._file = file
         self._block_tokens = block_tokens
         self._pins: dict[tuple[bytes, bytes], Pin] = {}
@@ -68,11 +70,21 @@ class Pins:
         self._holders: dict[_Piece, Block] = {}
         self.used = 0
         """Bytes of KV that are pinned, held or not, in whole blocks."""
-        for pin in read(file, cipher) if file is not None else ():
-            if self.used + self._more(pin) <= limit:
+        self.unlock()
+
+    def unlock(self) -> None:
+        """Read the pins of tenants whose keys came since."""
+        for pin in read(self._file, self._ciphers) if self._file is not None else ():
+            if (pin.identity, pin.tokens) in self._pins:
+                continue
+            if self.used + self._more(pin) <= self.limit:
                 self._insert(pin)
             else:
                 log.warning("a pin of %d tokens is left out: budgets were lowered", len(pin.tokens) // 4)
+
+    def rewrite(self) -> None:
+        """Write them under the keys that are their tenants' now. Raises OSError, EncryptionError."""
+        self._write(self._pins.values())
 
     def __iter__(self) -> Iterator[Pin]:
         return iter(tuple(self._pins.values()))
@@ -158,7 +170,22 @@ class Pins:
     def _write(self, pins: Iterable[Pin]) -> None:
         if self._file is None:
             return
-        write(self._file, pins, self._cipher)
+        sorted_out: dict[Cipher | None, list[Pin]] = {cipher: [] for cipher in self._ciphers.all()}
+        for pin in pins:
+            sorted_out.setdefault(self._ciphers.of(pin.identity), []).append(pin)
+        for cipher, its_pins in sorted(
+            sorted_out.items(), key=lambda each: not each[1]
+        ):  # none is ever in no file
+            file = file_under(self._file, cipher)
+            if its_pins:
+                write(file, its_pins, cipher)
+            else:
+                file.unlink(missing_ok=True)
+
+
+def file_under(file: Path, cipher: Cipher | None) -> Path:
+    """Where the pins under a cipher lie; `file` is where those in clear do."""
+    return file if cipher is None else file.with_name(f"{file.name}.{cipher.id.hex()}")
 
 
 def write(file: Path, pins: Iterable[Pin], cipher: Cipher | None = None) -> None:
@@ -171,27 +198,31 @@ def write(file: Path, pins: Iterable[Pin], cipher: Cipher | None = None) -> None
     scratch.rename(file)
 
 
-def read(file: Path, cipher: Cipher | None = None) -> list[Pin]:
-    """The pins kept in a file; none where it is missing or damaged, which is logged."""
-    try:
-        found = check(file, cipher)
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError) as error:
-        log.warning("%s is not used, nothing is pinned: %s", file, error)
-        return []
-    return found
+def read(file: Path, ciphers: Ciphers) -> list[Pin]:
+    """The pins kept in `file` and beside it; none of one that is missing or damaged, which is logged."""
+    found: dict[tuple[bytes, bytes], Pin] = {}
+    for cipher in ciphers.all():
+        path = file_under(file, cipher)
+        try:
+            pins = check(path, ciphers)
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as error:
+            log.warning("%s is not used, nothing is pinned: %s", path, error)
+            continue
+        found |= {(pin.identity, pin.tokens): pin for pin in pins if ciphers.permits(pin.identity, cipher)}
+    return list(found.values())
 
 
-def check(file: Path, cipher: Cipher | None = None) -> list[Pin]:
-    """The same. Raises OSError, and ValueError for a damaged file."""
+def check(file: Path, ciphers: Ciphers) -> list[Pin]:
+    """Those of one file. Raises OSError, and ValueError for a damaged file."""
     content = file.read_bytes()
     if xxhash.xxh3_64_digest(content[8:]) != content[:8]:
         raise ValueError("its checksum does not fit")
     content = content[8:]
-    if cipher is not None:
+    if file.suffix:
         try:
-            content = cipher.open(content)
+            content = ciphers.unsealing(content[:CLEAR_BYTES])[0].open(content)
         except (OtherKeyError, AlteredError) as error:
             raise ValueError("it is not what was written under this key") from error
     return msgspec.msgpack.decode(content, type=list[Pin])

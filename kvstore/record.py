@@ -25,9 +25,10 @@ import xxhash
 from numpy.typing import NDArray
 
 from . import codec
+from .ciphers import Ciphers
 from .codec import Codec
 from .codec_shape import FrameShape
-from .encryption import CLEAR_BYTES, AlteredError, Cipher, Decryption, OtherKeyError, Sealing
+from .encryption import CLEAR_BYTES, ID_BYTES, AlteredError, Cipher, Decryption, OtherKeyError, Sealing
 from .flash_file import PAGE, FlashReader
 from .layout import Layout
 
@@ -50,8 +51,18 @@ class NotNowError(BadRecordError):
     """A record that cannot be read for want of file descriptors or memory: there is nothing wrong with it."""
 
 
+FOREIGN = ("encrypted with another key", "not encrypted")
+
+
 class ForeignRecordError(BadRecordError):
-    """A record that another key opens, or none where one was given: nothing is wrong with it."""
+    """A record that another key opens, or none where one was given: nothing is wrong with it.
+
+    The reason is one of FOREIGN. key_id: of the key that it is under, empty for none.
+    """
+
+    def __init__(self, reason: str, detail: str, key_id: bytes) -> None:
+        super().__init__(reason, detail)
+        self.key_id = key_id
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True):
@@ -175,12 +186,14 @@ def _laid_out(version: int, packed: bytes, stored: Sequence[bytes | memoryview])
 class RecordReader:
     """Reads one record file. The header is checked on opening, each frame when it is read.
 
-    `cipher` opens records under its key, and no other. Raises BadRecordError for anything that is not exactly what was
-    written.
+    `ciphers` open records of tenants whose keys they are; None opens what is in clear. Raises BadRecordError for
+    anything that is not exactly what was written.
     """
 
-    def __init__(self, path: str | os.PathLike[str], cipher: Cipher | None = None) -> None:
-        self._cipher = cipher
+    def __init__(self, path: str | os.PathLike[str], ciphers: Ciphers | None = None) -> None:
+        self._ciphers = ciphers
+        self.cipher: Cipher | None = None
+        """What the record is under."""
         self._sealing: Sealing | None = None
         self._tags: tuple[bytes, ...] = ()
         try:
@@ -295,22 +308,26 @@ class RecordReader:
 
     def _header_of(self, version: int, body: bytes) -> Header:
         """Raises msgspec.DecodeError."""
+        key_id = body[:ID_BYTES]
         if version == VERSION:
-            if self._cipher is not None:
-                raise ForeignRecordError("not encrypted", "a key was given")
-            return msgspec.msgpack.decode(body, type=Header)
-        if self._cipher is None:
-            raise ForeignRecordError("encrypted with another key", "no key was given")
+            header = msgspec.msgpack.decode(body, type=Header)
+            if self._ciphers is not None and not self._ciphers.permits(header.identity, None):
+                raise ForeignRecordError("not encrypted", "keys are in use", b"")
+            return header
+        if self._ciphers is None:
+            raise ForeignRecordError("encrypted with another key", "no key was given", key_id)
         try:
-            self._sealing = self._cipher.unsealing(body[:CLEAR_BYTES])
+            self.cipher, self._sealing = self._ciphers.unsealing(body[:CLEAR_BYTES])
             plain = self._sealing.open(0, body[CLEAR_BYTES:])
         except OtherKeyError as error:
-            raise ForeignRecordError("encrypted with another key", "its id differs") from error
+            raise ForeignRecordError("encrypted with another key", "its id is not at hand", key_id) from error
         except AlteredError as error:
             raise BadRecordError("authentication", "header") from error
         sealed = msgspec.msgpack.decode(plain, type=_Sealed)
         if len(sealed.tags) != len(sealed.header.frames):
             raise msgspec.DecodeError(f"{len(sealed.tags)} tags of {len(sealed.header.frames)} frames")
+        if not self._ciphers.permits(sealed.header.identity, self.cipher):
+            raise ForeignRecordError("encrypted with another key", "not its tenant's", key_id)
         self._tags = sealed.tags
         return sealed.header
 

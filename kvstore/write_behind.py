@@ -17,16 +17,20 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
+from typing import Any, TypeVar
 
 from . import record
 from .block import Block
 from .cold import ColdTier
-from .errors import StoreClosedError
-from .tiers import TENANT_QUOTA, Tiers
+from .errors import EncryptionError, StoreClosedError
+from .quotas import TENANT_QUOTA
+from .tiers import Tiers
 
 _GROUP = 16  # records written before a promotion gets its turn
 _AHEAD = 32 << 20  # bytes of warm memory kept ready, more than a prompt puts at a time
 _IDLE = 600.0  # seconds without a request
+
+Done = TypeVar("Done")
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +42,7 @@ class WriteBehind:
         self._tiers = tiers
         self._promotions: deque[Block] = deque()
         self._flushes: list[Future[None]] = []
-        self._rewrites: list[Future[None]] = []
+        self._asked: list[tuple[Callable[[], Any], Future[Any]]] = []
         self._settling: list[Future[None]] = []
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="kvstore-write-behind", daemon=True)
@@ -83,11 +87,15 @@ class WriteBehind:
 
     def rewrite_index(self) -> Future[None]:
         """Done once the index on flash says nothing of what was forgotten before."""
-        done: Future[None] = Future()
+        return self.run(self._rewrite)
+
+    def run(self, work: Callable[[], Done]) -> Future[Done]:
+        """What `work` returns or raises. It is done by the thread that writes, between two groups of records."""
+        done: Future[Done] = Future()
         with self._tiers.lock:
             if self._closing:
                 raise StoreClosedError("this store was closed; open it again")
-            self._rewrites.append(done)
+            self._asked.append((work, done))
             self._tiers.changed.notify_all()
         return done
 
@@ -109,13 +117,13 @@ class WriteBehind:
                         tiers.decide()
                     continue
                 flushes, self._flushes = self._flushes, []
-                rewrites, self._rewrites = self._rewrites, []
+                asked, self._asked = self._asked, []
                 promotions, settling = list[Block](), list[Future[None]]()
                 if not queue:
                     promotions, settling = list(self._promotions), self._settling
                     self._promotions.clear()
                     self._settling = []
-                stop = self._closing and not (queue or promotions or settling or flushes or rewrites)
+                stop = self._closing and not (queue or promotions or settling or flushes or asked)
                 due = len(queue) if flushes or self._closing else _GROUP
             if stop:
                 self._save_vectors(all_of_them=True)
@@ -128,13 +136,13 @@ class WriteBehind:
             if flushes:
                 self._save_vectors(all_of_them=False)
             for flush in flushes:
-                self._sync(flush)
-            for rewrite in rewrites:
-                self._rewrite(rewrite)
+                _do(self._sync, flush)
+            for work, done in asked:
+                _do(work, done)
 
     def _has_work(self) -> bool:
         queue = self._tiers.unwritten.queue
-        asked = self._promotions or self._settling or self._flushes or self._rewrites
+        asked = self._promotions or self._settling or self._flushes or self._asked
         return bool(queue or asked or self._closing) or self._tiers.warm.lacks_touched(_AHEAD // 2)
 
     def _write_group(self, limit: int) -> None:
@@ -143,6 +151,7 @@ class WriteBehind:
         if cold is None or not unwritten.queue:
             return
         for _ in range(limit):
+            self._tiers.warm.touch_ahead(_AHEAD)  # puts go on meanwhile
             with self._tiers.lock:
                 if not unwritten.queue:
                     break
@@ -182,8 +191,13 @@ class WriteBehind:
                 "today's write budget is spent", f"{cold.writes.spent} bytes of {cold.writes.per_day}"
             )
             return
-        raw = self._tiers.raw(block)
         namespace = block.namespace
+        try:
+            cipher = cold.ciphers.of(namespace.digest)
+        except EncryptionError as error:
+            self._refuse("no key", error)
+            return
+        raw = self._tiers.raw(block)
         _, pieces = record.encode(
             identity=namespace.digest,
             key=block.key,
@@ -195,13 +209,13 @@ class WriteBehind:
             layout=namespace.layout,
             groups=namespace.layer_groups,
             with_codec=namespace.codec,
-            cipher=cold.cipher,
+            cipher=cipher,
         )
         with self._tiers.lock:
             nbytes = sum(len(piece) for piece in pieces)
             owner = self._tiers.owner(namespace)
             reserved = self._tiers.reserve_cold(nbytes, None if asked else block, owner)
-            over_quota = reserved is None and self._tiers.over_quota(namespace, flash=nbytes)
+            over_quota = reserved is None and self._tiers.quotas.exceeds_flash(owner, nbytes)
         if reserved is None:
             reason = "cold tier full" if asked else "cold tier full of what is worth more"
             if over_quota:
@@ -209,7 +223,7 @@ class WriteBehind:
             self._refuse(reason, f"no room for {block.key.hex()[:16]}")
             return
         try:
-            size = cold.write(block.key, pieces, reserved)
+            size = cold.write(block.key, pieces, reserved, cipher)
         except OSError as error:
             with self._tiers.lock:
                 cold.release(reserved)
@@ -233,18 +247,17 @@ class WriteBehind:
         level = logging.WARNING if first or unexpected else logging.DEBUG
         log.log(level, "%s: %s", reason, detail, exc_info=unexpected)
 
-    def _rewrite(self, done: Future[None]) -> None:
-        try:
-            if self._tiers.cold is not None:
-                self._tiers.cold.forget_index(self._tiers.rows())
-            done.set_result(None)
-        except Exception as error:
-            done.set_exception(error)
+    def _rewrite(self) -> None:
+        if self._tiers.cold is not None:
+            self._tiers.cold.forget_index(self._tiers.rows())
 
-    def _sync(self, flush: Future[None]) -> None:
-        try:
-            if self._tiers.cold is not None:
-                self._tiers.cold.sync()
-            flush.set_result(None)
-        except Exception as error:
-            flush.set_exception(error)
+    def _sync(self) -> None:
+        if self._tiers.cold is not None:
+            self._tiers.cold.sync()
+
+
+def _do(work: Callable[[], Done], done: Future[Done]) -> None:
+    try:
+        done.set_result(work())
+    except Exception as error:
+        done.set_exception(error)

@@ -20,6 +20,7 @@ from kvstore.block import Block
 from kvstore.errors import InvalidRequestError
 from kvstore.explain import Explanation
 from kvstore.identity import Identity
+from kvstore.invalidation import all_of, forget_vectors, unused_for
 from kvstore.layout import capabilities
 from kvstore.namespace import Namespace
 from kvstore.open_directory import OpenDirectory
@@ -32,7 +33,7 @@ from kvstore.store import KVStore
 
 from . import entry as entries
 from . import gc as garbage
-from . import portable, purge
+from . import portable, purge, rotation
 from .entry import Entry
 from .fault import Verified
 from .gc import Collected
@@ -42,6 +43,7 @@ from .open_check import check_open
 from .portable import Imported
 from .purge import Purged
 from .record_check import read_kv
+from .rotation import Dropped, Rotated
 from .status import PinStatus, Status, identity_statuses, pin_statuses
 
 VERBS = (
@@ -60,6 +62,8 @@ VERBS = (
     "warm",
     "gc",
     "import_",
+    "rotate_key",
+    "drop_key",
 )
 
 
@@ -111,7 +115,7 @@ class Administration(Held):
         self._tiers = opened.tiers
         self.block_tokens = opened.tiers.profile.block_tokens
         self.path = None if opened.directory is None else opened.directory.path
-        self.cipher = None if opened.directory is None else opened.directory.cipher
+        self.ciphers = opened.ciphers
 
     # -- looking ------------------------------------------------------------------------------------------------
 
@@ -136,6 +140,9 @@ class Administration(Held):
                     with contextlib.suppress(ValueError):
                         known[digest] = Identity.from_bytes(description)
         return known
+
+    def record_of(self, entry: Entry) -> Path | None:
+        return None if self._tiers.cold is None else self._tiers.cold.file(entry.key)
 
     def raw(self, entry: Entry) -> NDArray[np.uint8]:
         tiers = self._tiers
@@ -203,17 +210,16 @@ class Administration(Held):
 
     def quota(self) -> list[Quota]:
         """Of each tenant; the limits are set by `tenant_memory_bytes` and `tenant_cold_bytes`."""
-        tiers = self._tiers
-        profile = tiers.profile
-        with tiers.lock:
-            owners = sorted({tiers.owner(space) for space in tiers.namespaces.values()})
+        quotas = self._tiers.quotas
+        with self._tiers.lock:
+            owners = sorted({quotas.owner(space) for space in self._tiers.namespaces.values()})
             return [
                 Quota(
                     entries.tenant_name(owner),
-                    tiers.hot.used_by[owner] + tiers.warm.used_by[owner],
-                    profile.tenant_memory_bytes if tiers.walled else None,
-                    tiers.flash_used(owner),
-                    profile.tenant_cold_bytes if tiers.walled else None,
+                    quotas.memory_used(owner),
+                    quotas.most_memory,
+                    quotas.flash_used(owner),
+                    quotas.most_flash,
                 )
                 for owner in owners
             ]
@@ -274,13 +280,13 @@ class Administration(Held):
             elif document is not None:
                 doomed = purge.with_document(spaces, checked(document))
             elif older_than is not None:
-                doomed = purge.unused_for(spaces, older_than)
+                doomed = unused_for(spaces, older_than)
             else:
                 if tenant is not None:
                     spaces = purge.of_tenant(spaces, tenant, identities)
                 elif adapter is not None:
                     spaces = purge.of_adapter(spaces, adapter, identities)
-                doomed = [block for space in spaces for block in purge.all_of(space)]
+                doomed = all_of(spaces)
             if not dry_run:
                 whole = tenant is not None or adapter is not None or everything
                 purge.end_pins(tiers, doomed, spaces, whole=whole)
@@ -330,6 +336,24 @@ class Administration(Held):
         """Remove what no request will ever use; with `dry_run` only say what that is. See `gc`."""
         return garbage.collect(self._opened, self.identities(), dry_run=dry_run)
 
+    def rotate_key(self, *, tenant: str | None = None) -> Rotated:
+        """Put all on flash of a tenant (as `status` names it; None: of each) under a new key. See `rotation.rotate`."""
+        return rotation.rotate(self._opened, None if tenant is None else self._salt(tenant))
+
+    def drop_key(self, *, tenant: str | None = None, dry_run: bool = True) -> Dropped:
+        """Erase the keys of a tenant (None: of each) and forget its blocks: nobody reads them again, nor a copy.
+
+        Raises InvalidRequestError, EncryptionError, OSError.
+        """
+        salts = {salt for salt in self.ciphers.tenants() if self.ciphers.has_key(salt)}
+        if tenant is not None:
+            salts = {self._salt(tenant)}
+        blocks = self._forget_tenants(salts, dry_run=dry_run)
+        if not dry_run:
+            rotation.drop(self._opened, salts)
+            self._forget_tenants(salts, dry_run=False)  # what was put just before
+        return Dropped(len(salts), blocks, dry_run)
+
     def import_(self, path: str) -> Imported:
         """Take in a portable file. Raises InvalidRequestError, OSError; see `portable`."""
         return portable.import_file(Path(path).expanduser(), self._opened)
@@ -338,6 +362,33 @@ class Administration(Held):
         """Nothing: who opened the directory closes it."""
 
     # -- inside -------------------------------------------------------------------------------------------------
+
+    def _salt(self, tenant: str) -> bytes:
+        """Of a tenant, as `status` names it. Raises InvalidRequestError."""
+        named = tenant.removeprefix("-")
+        found = [salt for salt in self.ciphers.tenants() if entries.tenant_name(salt) == named]
+        if len(found) != 1:
+            raise InvalidRequestError(
+                f"no tenant {tenant!r} is known; `kvstore status` names them, - is none"
+            )
+        return found[0]
+
+    def _forget_tenants(self, salts: set[bytes], *, dry_run: bool) -> int:
+        """How many blocks."""
+        with self._tiers.lock:
+            spaces = [
+                space
+                for space in self._tiers.namespaces.values()
+                if self.ciphers.tenant(space.digest) in salts
+            ]
+            doomed = all_of(spaces)
+            if not dry_run:
+                purge.end_pins(self._tiers, doomed, spaces, whole=True)
+            purged = purge.forget(self._tiers, doomed, dry_run=dry_run)
+        if not dry_run:
+            self._forget_vectors(set(spaces))
+            purge.erase(self._opened, spaces)
+        return purged.blocks
 
     def _blocks(self) -> list[Block]:
         with self._tiers.lock:
@@ -383,13 +434,8 @@ class Administration(Held):
         return Pinned(pin_statuses(pins), pins.used, pins.limit, held, changed)
 
     def _forget_vectors(self, spaces: set[Namespace]) -> None:
-        """Leave no vector of what went on flash. Those of the rest are written with the next flush."""
         for space in spaces:
-            with contextlib.suppress(OSError):
-                if space.semantics is not None:
-                    space.semantics.delete_file()
-                elif self._opened.directory is not None:
-                    self._opened.directory.vectors_file(space.digest).unlink(missing_ok=True)
+            forget_vectors(space, self._opened.directory)
 
 
 def returns(verb: str) -> Any:

@@ -17,11 +17,13 @@ import xxhash
 from numpy.typing import NDArray
 
 from kvstore import cold_index, pins
+from kvstore.ciphers import Ciphers
 from kvstore.cold_index import Row
-from kvstore.directory import FORMAT, SCRATCH, pins_name, record_name
-from kvstore.encryption import Cipher, Key
+from kvstore.directory import FORMAT, SCRATCH, find_record, record_name
+from kvstore.encryption import Cipher
 from kvstore.errors import DirectoryUnusableError, FormatMismatchError
 from kvstore.identity import Identity
+from kvstore.keys import Keys, source_of
 from kvstore.pipeline.schedule import CallCosts
 from kvstore.profile import Profile
 from kvstore.record import BadRecordError, RecordReader
@@ -44,17 +46,19 @@ if TYPE_CHECKING:
 class BareDirectory(Held):
     """The data directory at `path`. Raises DirectoryUnusableError where there is none, FormatMismatchError.
 
-    Of what is encrypted, that under `key` is seen. What is there is read once, at the first question.
+    Of what is encrypted, what `key` opens is seen. What is there is read once, at the first question.
     """
 
-    def __init__(self, path: Path, key: Key | None = None) -> None:
+    def __init__(self, path: Path, key: Keys | None = None) -> None:
         self.path: Path = path.expanduser()
-        self.cipher = None if key is None else Cipher(key)
-        self._key = key
+        self._key = source_of(key)
+        self.ciphers = Ciphers(self._key)
         self.block_tokens = _block_tokens(self.path)
         self._opened: cold_index.Opened = "new"
         self._entries: list[Entry] | None = None
         self._identities: dict[bytes, Identity] | None = None
+        for digest, identity in self.identities().items():
+            self.ciphers.note(digest, identity.tenant_salt)
 
     def entries(self) -> list[Entry]:
         if self._entries is None:
@@ -70,11 +74,16 @@ class BareDirectory(Held):
                     self._identities[identity.digest()] = identity
         return self._identities
 
+    def record_of(self, entry: Entry) -> Path | None:
+        return find_record(self.path / "blocks", entry.key, entry.identity, self.ciphers)
+
     def raw(self, entry: Entry) -> NDArray[np.uint8]:
         layout = self.identities()[entry.identity].layout
+        file = self.record_of(entry)
+        if file is None:
+            raise LookupError("evicted meanwhile")
         try:
-            file = self.path / "blocks" / record_name(entry.key, self.cipher)
-            with contextlib.closing(RecordReader(file, self.cipher)) as reader:
+            with contextlib.closing(RecordReader(file, self.ciphers)) as reader:
                 return read_kv(reader, entry, layout)
         except BadRecordError as error:
             raise LookupError(str(error)) from error
@@ -85,7 +94,7 @@ class BareDirectory(Held):
         names = _files(self.path / "quarantine")
         used = sum(_allocated(path) for path in self.path.rglob("*"))
         flash = TierStats(0, used, 0, len(held), 0)
-        kept = pins.read(self.path / pins_name(self.cipher), self.cipher)
+        kept = pins.read(self.path / "pins", self.ciphers)
         return Status(
             directory=str(self.path),
             owner=owner(self.path),
@@ -156,14 +165,10 @@ class BareDirectory(Held):
 
     def _rows(self) -> list[Row]:
         """Rows that have a record, and rows made of the headers of records that have none."""
-        rows: dict[bytes, Row] = {}
-        try:
-            self._opened, rows = cold_index.read(self.path / "index", self.cipher)
-        except OSError:  # gone, or replaced just then
-            with contextlib.suppress(OSError):
-                self._opened, rows = cold_index.read(self.path / "index", self.cipher)
-        by_name = {record_name(key, self.cipher): row for key, row in rows.items()}
-        found = []
+        by_name = dict[str, Row]()
+        for cipher in self.ciphers.all():
+            by_name |= {record_name(key, cipher): row for key, row in self._index(cipher).items()}
+        found = list[Row]()
         try:
             with os.scandir(self.path / "blocks") as scanned:
                 for each in scanned:
@@ -171,10 +176,20 @@ class BareDirectory(Held):
                         found.append(row)
                     elif not each.name.endswith(SCRATCH):
                         with contextlib.suppress(BadRecordError):
-                            found.append(_adopted(Path(each.path), self.cipher))
+                            found.append(_adopted(Path(each.path), self.ciphers))
         except FileNotFoundError:
             pass
-        return found
+        # A rotation that was stopped may leave two records of one block.
+        return list({row.key: row for row in found}.values())
+
+    def _index(self, cipher: Cipher | None) -> dict[bytes, Row]:
+        rows = dict[bytes, Row]()
+        for _ in range(2):  # it may be replaced just then
+            with contextlib.suppress(OSError):
+                opened, rows = cold_index.read(self.path / "index", cipher)
+                self._opened = opened if self._opened == "new" else self._opened
+                break
+        return {key: row for key, row in rows.items() if self.ciphers.permits(row.identity, cipher)}
 
     def _verdicts(self) -> dict[bytes, Verdict]:
         found = {}
@@ -211,11 +226,11 @@ def _block_tokens(path: Path) -> int:
     return found.block_tokens
 
 
-def _adopted(path: Path, cipher: Cipher | None) -> Row:
-    reader = RecordReader(path, cipher)
+def _adopted(path: Path, ciphers: Ciphers) -> Row:
+    reader = RecordReader(path, ciphers)
     reader.close()
     header, status = reader.header, reader.status
-    if record_name(header.key, cipher) != path.name:
+    if record_name(header.key, reader.cipher) != path.name:
         raise BadRecordError("key", f"{path.name} holds {header.key.hex()}")
     return Row(
         key=header.key,

@@ -23,8 +23,9 @@ import xxhash
 
 from kvstore import cold_index, pins, write_budget
 from kvstore.block import block_key
+from kvstore.ciphers import Ciphers
 from kvstore.cold_index import Row, row_bytes
-from kvstore.directory import FORMAT, SCRATCH, is_part, pins_name, record_name
+from kvstore.directory import FORMAT, SCRATCH, find_record, is_part, record_name
 from kvstore.encryption import AlteredError, Cipher, OtherKeyError
 from kvstore.errors import DirectoryUnusableError
 from kvstore.identity import Identity, IdentityError
@@ -67,8 +68,8 @@ def owner(path: Path) -> str | None:
     return None
 
 
-def check_directory(path: Path, *, owned: bool, cipher: Cipher | None = None) -> Checked:
-    """Check everything in `path`, of what is encrypted that which `cipher` opens.
+def check_directory(path: Path, *, owned: bool, ciphers: Ciphers | None = None) -> Checked:
+    """Check everything in `path`, of what is encrypted that which `ciphers` open.
 
     Raises DirectoryUnusableError where there is no data directory to read.
     """
@@ -77,14 +78,15 @@ def check_directory(path: Path, *, owned: bool, cipher: Cipher | None = None) ->
             f"{path} is no data directory; give the one that the store was opened with"
         )
     try:
-        return _Check(path, owned, cipher).run()
+        return _Check(path, owned, Ciphers() if ciphers is None else ciphers).run()
     except NotNowError as error:
         raise DirectoryUnusableError(f"{path} cannot be checked now: {error}") from error
 
 
 class _Check:
-    def __init__(self, path: Path, owned: bool, cipher: Cipher | None) -> None:
-        self._cipher = cipher
+    def __init__(self, path: Path, owned: bool, ciphers: Ciphers) -> None:
+        self._ciphers = ciphers
+        self._names: dict[bytes, str] = {}
         self._path = path
         self._owned = owned
         self._faults: list[Fault] = []
@@ -97,6 +99,8 @@ class _Check:
             self._say("stranger", name, "no part of a data directory", "repair sets it aside")
         noted = self._format()
         identities = self._identity_notes()
+        for digest, identity in identities.items():
+            self._ciphers.note(digest, identity.tenant_salt)
         self._small_files()
         records = self._records(identities)
         block_tokens = _block_tokens_of(records) or noted
@@ -188,15 +192,13 @@ class _Check:
             self._say("verdict", name, str(error), cure)
 
     def _small_files(self) -> None:
-        checks: tuple[tuple[Kind, str, Callable[[Path], object], str], ...] = (
-            ("write count", "writes", write_budget.check, "today's writes are counted from 0 then"),
-            (
-                "pins",
-                pins_name(self._cipher),
-                partial(pins.check, cipher=self._cipher),
-                "pin again what is to stay",
-            ),
-        )
+        checks: list[tuple[Kind, str, Callable[[Path], object], str]] = [
+            ("write count", "writes", write_budget.check, "today's writes are counted from 0 then")
+        ]
+        for cipher in self._ciphers.all():
+            name = pins.file_under(self._path / "pins", cipher).name
+            check_pins = partial(pins.check, ciphers=self._ciphers)
+            checks.append(("pins", name, check_pins, "pin again what is to stay"))
         for kind, name, check, then in checks:
             try:
                 check(self._path / name)
@@ -209,8 +211,14 @@ class _Check:
 
     def _index(self) -> dict[bytes, Row]:
         """Rows that make sense by themselves, by key."""
+        rows: dict[bytes, Row] = {}
+        for cipher in self._ciphers.all():
+            rows |= self._index_under(cipher)
+        return rows
+
+    def _index_under(self, cipher: Cipher | None) -> dict[bytes, Row]:
         try:
-            files = cold_index.index_files(self._path / "index", self._cipher)
+            files = cold_index.index_files(self._path / "index", cipher)
         except OSError:
             return {}
         for number, file in enumerate(files):
@@ -220,7 +228,10 @@ class _Check:
                         self._notes.append(
                             f"{len(files)} index files: a stop came between two steps of writing"
                         )
-                    return self._rows(cold_index.pairs(file, self._cipher), f"index/{file.name}")
+                    rows = self._rows(cold_index.pairs(file, cipher), f"index/{file.name}")
+                    for key in rows:
+                        self._names.setdefault(key, f"blocks/{record_name(key, cipher)}")
+                    return rows
                 found = "is not what its name says"
             except OSError as error:
                 if not file.exists():
@@ -289,31 +300,33 @@ class _Check:
             if not _is_hex(entry.name, 32):
                 self._say("stranger", name, "no record has such a name", "repair sets it aside")
                 continue
-            checked = check_record(Path(entry.path), identities, cipher=self._cipher)
+            checked = check_record(Path(entry.path), identities, ciphers=self._ciphers)
             self._bytes_read += checked.bytes_read
             header = checked.header
             if checked.kind is None and header is None:
                 foreign += 1
             elif checked.kind is None and header is not None and checked.status is not None:
                 records[header.key] = header, checked.status
+                self._names[header.key] = name
             elif Path(entry.path).exists():
                 key = header.key if header is not None else None
-                if checked.kind == "name" and key is not None and self._record_of(key).exists():
+                if checked.kind == "name" and header is not None and self._has_record(header):
                     self._say("duplicate", name, checked.found, "repair sets it aside; the other one stays")
                 else:
                     self._say(checked.kind or "record", name, checked.found, LOST, key)
         if foreign:
-            needed = "encrypted with another key" if self._cipher is None else "of another key, or of none"
+            clear = None in self._ciphers.all()
+            needed = "encrypted with another key" if clear else "of another key, or of none"
             self._notes.append(f"{foreign} records are {needed}, and were not checked")
         if scratch and not self._owned:
             self._notes.append(f"{scratch} half-written files of a stop; opening removes them")
         return records
 
     def _name(self, key: bytes) -> str:
-        return f"blocks/{record_name(key, self._cipher)}"
+        return self._names[key]
 
-    def _record_of(self, key: bytes) -> Path:
-        return self._path / self._name(key)
+    def _has_record(self, header: Header) -> bool:
+        return find_record(self._path / "blocks", header.key, header.identity, self._ciphers) is not None
 
     def _fit(self, records: _Records, block_tokens: int) -> None:
         for key, (header, _) in list(records.items()):

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.encryption import Cipher
+from kvstore.ciphers import Ciphers
 from kvstore.errors import InvalidRequestError, InvalidTokensError
 from kvstore.explain import Explanation
 from kvstore.identity import Identity
@@ -37,8 +37,8 @@ class Held(ABC):
 
     block_tokens: int
     path: Path | None
-    cipher: Cipher | None
-    """Opens what is encrypted in `path`."""
+    ciphers: Ciphers
+    """Open what is encrypted in `path`."""
 
     @abstractmethod
     def entries(self) -> list[Entry]:
@@ -47,6 +47,10 @@ class Held(ABC):
     @abstractmethod
     def identities(self) -> dict[bytes, Identity]:
         """Every identity that somebody described, by digest."""
+
+    @abstractmethod
+    def record_of(self, entry: Entry) -> Path | None:
+        """The file of a block on flash."""
 
     @abstractmethod
     def raw(self, entry: Entry) -> NDArray[np.uint8]:
@@ -83,7 +87,8 @@ class Held(ABC):
         """One block in full. Raises InvalidRequestError when `block` names none, or several."""
         entries = self.entries()
         entry = chosen_entry(block, entries)
-        return showing.show(entry, entries, self.identities(), self.path, self.block_tokens, self.cipher)
+        file = self.record_of(entry) if entry.flash_bytes else None
+        return showing.show(entry, entries, self.identities(), file, self.block_tokens, self.ciphers)
 
     def tree(
         self,

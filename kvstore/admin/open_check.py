@@ -64,8 +64,14 @@ def _check(
         return None, 0
     identity = identities.get(block.namespace.digest)
     raw = None if identity is None else np.empty(identity.layout.block_bytes(block.length), np.uint8)
-    path = opened.directory.block_file(block.key)
-    checked = check_record(path, identities, raw=raw, cipher=opened.directory.cipher)
+    if tiers.cold is None:
+        return None, 0
+    path = tiers.cold.file(block.key)
+    checked = check_record(path, identities, raw=raw, ciphers=opened.ciphers)
+    now = tiers.cold.file(block.key)
+    if checked.kind is not None and now != path:  # it was put under another key just then
+        path = now
+        checked = check_record(path, identities, raw=raw, ciphers=opened.ciphers)
     header = checked.header
     if checked.kind is not None or header is None:
         return Fault(

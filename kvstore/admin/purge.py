@@ -7,7 +7,6 @@ the time goes when the lease ends. Copies that engines have in memory of their o
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
@@ -16,12 +15,13 @@ from numpy.typing import NDArray
 
 from kvstore.block import Block
 from kvstore.errors import InvalidRequestError
+from kvstore.hand_over import wipe_free
 from kvstore.identity import Identity
 from kvstore.index.windows import WindowHash
+from kvstore.invalidation import starting_with
 from kvstore.layout import capabilities
 from kvstore.namespace import Namespace
 from kvstore.open_directory import OpenDirectory
-from kvstore.orphans import continuing
 from kvstore.tiers import Tiers
 
 from .entry import tenant_of
@@ -45,12 +45,7 @@ class Purged(msgspec.Struct, frozen=True):
 
 def with_prefix(space: Namespace, tokens: NDArray[np.int32], identity: Identity) -> list[Block]:
     """What starts with `tokens`, or may do so but lost the block before it."""
-    whole = capabilities(identity.layout).reuse == "exact"
-    seed = None if whole else space.digest
-    return [
-        *continuing(space.orphans(), tokens, seed, space.trie.block_tokens),
-        *space.below(tokens),
-    ]
+    return starting_with(space, tokens, whole=capabilities(identity.layout).reuse == "exact")
 
 
 def with_document(spaces: Iterable[Namespace], document: NDArray[np.int32]) -> list[Block]:
@@ -113,17 +108,6 @@ def of_adapter(
     return [space for space in spaces if space.digest in digests]
 
 
-def unused_for(spaces: Iterable[Namespace], seconds: float) -> list[Block]:
-    """Blocks that nobody used for so long."""
-    horizon = time.time() - seconds
-    return [block for space in spaces for block in all_of(space) if block.last_use < horizon]
-
-
-def all_of(space: Namespace) -> list[Block]:
-    """Leaves first."""
-    return space.below(np.empty(0, np.int32))
-
-
 def forget(tiers: Tiers, blocks: Sequence[Block], *, dry_run: bool) -> Purged:
     """Forget blocks, in all tiers. Called under the store's lock."""
     purged = _sum(blocks, 0, dry_run=dry_run)
@@ -140,7 +124,7 @@ def forget(tiers: Tiers, blocks: Sequence[Block], *, dry_run: bool) -> Purged:
 def erase(opened: OpenDirectory, spaces: Collection[Namespace]) -> None:
     """After `forget`, leave nothing of what these namespaces' blocks were. Without the store's lock. Raises OSError."""
     tiers = opened.tiers
-    tiers.wipe_free(spaces)
+    wipe_free(tiers, spaces)
     if tiers.cold is None:
         return
     with tiers.lock:

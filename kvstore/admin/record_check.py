@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.block import KEY_BYTES, block_key
+from kvstore.ciphers import Ciphers
 from kvstore.directory import record_name
-from kvstore.encryption import Cipher
 from kvstore.identity import Identity
 from kvstore.layout import Layout, capabilities
 from kvstore.namespace import ROOT_KEY
@@ -42,15 +42,15 @@ def check_record(
     identities: Mapping[bytes, Identity],
     name: str | None = None,
     raw: NDArray[np.uint8] | None = None,
-    cipher: Cipher | None = None,
+    ciphers: Ciphers | None = None,
 ) -> Checked:
     """Read all of a record. Raises NotNowError when that is not possible now.
 
     name: what the file is called where it belongs, by default its name. raw: filled with the block's KV where its
-    identity is described, uint8 of the block's length. cipher: opens the record, if it is encrypted.
+    identity is described, uint8 of the block's length. ciphers: open the record, if it is encrypted.
     """
     try:
-        reader = RecordReader(path, cipher)
+        reader = RecordReader(path, ciphers)
     except ForeignRecordError as error:
         return Checked(None, None, None, str(error), 0)
     except BadRecordError as error:
@@ -61,7 +61,7 @@ def check_record(
         header = reader.header
         identity = identities.get(header.identity)
         try:
-            wrong = next(_wrong(reader, name or path.name, identities, identity, raw, cipher), None)
+            wrong = next(_wrong(reader, name or path.name, identities, identity, raw), None)
         except BadRecordError as error:
             wrong = "record", str(error)
         kind, found = wrong or (None, "")
@@ -76,13 +76,12 @@ def _wrong(
     identities: Mapping[bytes, Identity],
     identity: Identity | None,
     raw: NDArray[np.uint8] | None,
-    cipher: Cipher | None,
 ) -> Iterator[tuple[Kind, str]]:
     header = reader.header
     yield from _wrong_tokens(header)
     yield from _wrong_place(header)
     yield from _wrong_key(header, identities, identity)
-    if record_name(header.key, cipher) != name:
+    if record_name(header.key, reader.cipher) != name:
         yield "name", f"holds block {header.key.hex()[:32]}"
     yield from _wrong_frames(header, identity)
     yield from _wrong_data(reader, identity, raw)

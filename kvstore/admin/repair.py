@@ -12,9 +12,9 @@ from pathlib import Path
 import msgspec
 
 from kvstore import cold_index
+from kvstore.ciphers import Ciphers
 from kvstore.cold import ColdTier
 from kvstore.directory import DataDirectory, take_lock, write_format
-from kvstore.encryption import Cipher
 from kvstore.errors import DirectoryUnusableError
 
 from .directory_check import Checked, check_directory, is_block_size
@@ -25,13 +25,14 @@ _UNLIMITED = 1 << 62  # bytes: repair evicts nothing
 
 
 def repair_directory(
-    path: Path, block_tokens: int, cipher: Cipher | None = None
+    path: Path, block_tokens: int, ciphers: Ciphers | None = None
 ) -> tuple[Checked, list[Fault]]:
     """Check a directory that nobody has open, and repair it: what was found, and the faults with what was done.
 
     block_tokens: of the profile, used where nothing that is held tells the size of a block. Raises
     DirectoryInUseError, DirectoryUnusableError.
     """
+    ciphers = Ciphers() if ciphers is None else ciphers
     if not path.is_dir():
         raise DirectoryUnusableError(
             f"{path} is no data directory; give the one that the store was opened with"
@@ -39,13 +40,13 @@ def repair_directory(
     try:
         lock = take_lock(path)
         try:
-            checked = check_directory(path, owned=False, cipher=cipher)
+            checked = check_directory(path, owned=False, ciphers=ciphers)
             size = _block_tokens(checked, block_tokens)
             repaired = _set_aside(path, checked.faults, size)
         finally:
             os.close(lock)
         if any(fault.entry.startswith(("blocks/", "index/")) for fault in checked.faults):
-            _write_index(path, checked, size, cipher)
+            _write_index(path, checked, size, ciphers)
     except OSError as error:
         raise DirectoryUnusableError(f"{path} cannot be repaired: {error}") from error
     return checked, repaired
@@ -98,14 +99,15 @@ def _quarantine(path: Path, fault: Fault) -> str:
     return f"quarantine/{target.name}"
 
 
-def _write_index(path: Path, checked: Checked, block_tokens: int, cipher: Cipher | None) -> None:
+def _write_index(path: Path, checked: Checked, block_tokens: int, ciphers: Ciphers) -> None:
     """Adopt the records that are left, with what sound rows knew of them."""
-    directory = DataDirectory(path, block_tokens, cipher)
+    directory = DataDirectory(path, block_tokens, ciphers)
     try:
         unsound = [fault for fault in checked.faults if fault.kind in ("row differs", "counter")]
         if unsound:  # a row that misleads must not be asked
-            for file in cold_index.index_files(directory.index, cipher):
-                _quarantine(path, Fault("index", f"index/{file.name}", "", ""))
+            for cipher in ciphers.all():
+                for file in cold_index.index_files(directory.index, cipher):
+                    _quarantine(path, Fault("index", f"index/{file.name}", "", ""))
         cold = ColdTier(directory, _UNLIMITED, block_tokens)
         cold.close([checked.rows.get(key, row) for key, row in cold.rows.items()])
     finally:

@@ -8,8 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from kvstore.directory import record_name
-from kvstore.encryption import Cipher
+from kvstore.ciphers import Ciphers
 from kvstore.identity import Identity
 from kvstore.record import BadRecordError, RecordReader
 
@@ -47,20 +46,20 @@ def show(
     entry: Entry,
     entries: Sequence[Entry],
     identities: dict[bytes, Identity],
-    directory: Path | None,
+    file: Path | None,
     block_tokens: int,
-    cipher: Cipher | None,
+    ciphers: Ciphers,
 ) -> Shown:
-    """All that is known of `entry`, one of `entries`."""
+    """All that is known of `entry`, one of `entries`. file: its record."""
     by_key = {each.key: each for each in entries}
     path = path_to(entry, by_key, block_tokens)
     identity = identities.get(entry.identity)
     frames: tuple[FrameRow, ...] = ()
     record = unreadable = None
-    if entry.flash_bytes and directory is not None:
-        record = f"blocks/{record_name(entry.key, cipher)}"
+    if file is not None:
+        record = f"blocks/{file.name}"
         try:
-            reader = RecordReader(directory / record, cipher)
+            reader = RecordReader(file, ciphers)
             reader.close()
             frames = tuple(
                 FrameRow(frame.layers, frame.form, frame.length, frame.raw_length)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvstore.encryption import Cipher, Key
+from kvstore.ciphers import Ciphers
+from kvstore.keys import Keys, source_of
 
 from .directory_check import check_directory, owner
 from .fault import Verified
@@ -12,19 +13,19 @@ from .repair import repair_directory
 
 
 def verify_directory(
-    path: Path, *, repair: bool = False, block_tokens: int = 128, key: Key | None = None
+    path: Path, *, repair: bool = False, block_tokens: int = 128, key: Keys | None = None
 ) -> Verified:
     """Check a directory that is not open in this process; `repair` needs that it is open in none.
 
     block_tokens: what repair writes to FORMAT where nothing that is held tells it. key: of what is encrypted,
-    that under this key is checked. Raises DirectoryInUseError, DirectoryUnusableError.
+    that which it opens is checked. Raises DirectoryInUseError, DirectoryUnusableError, EncryptionError.
     """
-    cipher = None if key is None else Cipher(key)
+    ciphers = Ciphers(source_of(key))
     if repair:
-        checked, faults = repair_directory(path, block_tokens, cipher)
+        checked, faults = repair_directory(path, block_tokens, ciphers)
         return Verified(len(checked.headers), checked.bytes_read, tuple(faults), tuple(checked.notes))
     owned = owner(path)
-    checked = check_directory(path, owned=owned is not None, cipher=cipher)
+    checked = check_directory(path, owned=owned is not None, ciphers=ciphers)
     notes = list(checked.notes)
     if owned is not None:
         notes.append(

@@ -43,7 +43,7 @@ for verb in (
 app.command("import")(files.import_)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(running.bench)
 
-keys = typer.Typer(no_args_is_help=True, help="The key that encrypts what lies on flash.")
+keys = typer.Typer(no_args_is_help=True, help="The keys that encrypt what lies on flash, one a tenant.")
 keys.command()(key.new)
 keys.command()(key.rotate)
 keys.command()(key.drop)

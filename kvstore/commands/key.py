@@ -1,4 +1,4 @@
-"""Verbs about the key of a data directory."""
+"""Verbs about the keys of tenants."""
 
 from __future__ import annotations
 
@@ -11,59 +11,81 @@ import typer
 from kvstore.errors import InvalidRequestError
 
 from . import output
-from .options import ConfigFile, Dir, Json, Yes
+from .options import ConfigFile, Dir, DryRun, Json, Socket, Yes
 from .target import Target
 
-KeyFile = Annotated[
-    Path | None, typer.Option("--key-file", help="The key's file, by default the configured one.")
+KeyFilePath = Annotated[
+    Path | None, typer.Option("--key-file", help="The file with the keys, by default the configured one.")
+]
+Tenant = Annotated[
+    str | None,
+    typer.Option(
+        "--tenant",
+        help="A tenant as `kvstore status` shows it, - for KV of none; else each.",
+        show_default=False,
+    ),
 ]
 
 
-def new(key_file: KeyFile = None, config: ConfigFile = None) -> None:
-    """Make a key. What is put from then on is encrypted; `rotate` encrypts what is there."""
-    from kvstore.encryption import Key
+def new(key_file: KeyFilePath = None, config: ConfigFile = None) -> None:
+    """Make a file for keys: each tenant that comes gets one. `rotate` encrypts what is there already."""
+    from kvstore.keys import KeyFile
 
-    file = _file(key_file, Target(None, None, config))
-    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    Key.generate().write(file)
-    output.line(f"{file} holds a new key; without it, nothing written under it can be read again")
-
-
-def rotate(key_file: KeyFile = None, dir: Dir = None, config: ConfigFile = None, json: Json = False) -> None:
-    """Make a new key, encrypt all that is held with it, and drop the old one. Goes on where a stop left it."""
-    from kvstore.admin.bare_directory import BareDirectory
-    from kvstore.admin.rotation import rotate_key_file
-
-    target = Target(dir, None, config)
-    path = target.config.directory
-    done = rotate_key_file(path, _file(key_file, target), BareDirectory(path).block_tokens)
-    if json:
-        output.json(done)
-        return
+    source = Target(None, None, config, key_file).config.key()
+    if source is None:
+        raise InvalidRequestError("no key file is configured; give --key-file, or set key_file")
+    if not isinstance(source, KeyFile):
+        raise InvalidRequestError("the keyring needs no file: keys are made in it when tenants come")
+    source.create()
     output.line(
-        f"{done.records} records encrypted anew, {done.already} were already, {done.left} left as they are"
+        f"{source.path} is made; without the keys in it, nothing written under them can be read again"
     )
 
 
-def drop(key_file: KeyFile = None, yes: Yes = False, config: ConfigFile = None) -> None:
-    """Erase a key. All that was written under it is lost for good; its files go when their room is needed."""
-    from kvstore import encryption
+def rotate(
+    tenant: Tenant = None,
+    key_file: KeyFilePath = None,
+    dir: Dir = None,
+    socket: Socket = None,
+    config: ConfigFile = None,
+    json: Json = False,
+) -> None:
+    """Put what is on flash, of a tenant or of each, under a new key, and erase the old one. Goes on after a stop."""
+    with Target(dir, socket, config, key_file).changing() as target:
+        done = target.rotate_key(tenant=tenant)
+    if json:
+        output.json(done)
+        return
+    output.line(f"{done.tenants} tenants have a new key, {done.records} records were put under it")
+    if done.left:
+        output.line(f"{done.left} records stay as they are: damaged, or nobody knows whose")
+    if done.own:
+        output.line(f"{done.own} tenants have keys of their own, and change them themselves")
 
-    file = _file(key_file, Target(None, None, config))
-    fresh = file.with_name(file.name + encryption.NEXT)
-    if not (file.exists() or fresh.exists()):
-        raise encryption.EncryptionError(f"{file} does not exist")
-    if not yes:
-        if not sys.stdin.isatty():
-            raise InvalidRequestError("nothing was changed: confirm with --yes")
-        typer.confirm(f"Erase {file}, and with it all that is encrypted?", abort=True, err=True)
-    encryption.erase(file)
-    encryption.erase(fresh)
-    output.line(f"{file} is erased")
 
-
-def _file(given: Path | None, target: Target) -> Path:
-    file = given.expanduser() if given is not None else target.config.key_file
-    if file is None:
-        raise InvalidRequestError("no key file is configured; give --key-file, or set key_file")
-    return file
+def drop(
+    tenant: Tenant = None,
+    key_file: KeyFilePath = None,
+    dry_run: DryRun = False,
+    yes: Yes = False,
+    dir: Dir = None,
+    socket: Socket = None,
+    config: ConfigFile = None,
+    json: Json = False,
+) -> None:
+    """Erase the key of a tenant, or of each, and forget its blocks: what was under it is lost for good."""
+    chosen = Target(dir, socket, config, key_file)
+    with chosen.changing() as target:
+        found = target.drop_key(tenant=tenant, dry_run=True)
+        if not dry_run:
+            question = f"Erase the keys of {found.tenants} tenants, and with them {found.blocks} blocks?"
+            if not yes:
+                if not sys.stdin.isatty():
+                    raise InvalidRequestError(f"nothing was changed: confirm with --yes. {question}")
+                typer.confirm(question, abort=True, err=True)
+            found = target.drop_key(tenant=tenant, dry_run=False)
+    if json:
+        output.json(found)
+    else:
+        would = "would go" if found.dry_run else "are erased"
+        output.line(f"the keys of {found.tenants} tenants {would}, and {found.blocks} blocks with them")

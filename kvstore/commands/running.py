@@ -46,6 +46,10 @@ def serve(
     http: Annotated[
         str | None, typer.Option(help="Address and port of the web page, on loopback.", show_default=False)
     ] = None,
+    embedder: Annotated[
+        str | None,
+        typer.Option(help="What embeds texts: builtin, or a folder of a sentence model.", show_default=False),
+    ] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
     log_format: Annotated[str | None, typer.Option(help="text or json.")] = None,
     config: ConfigFile = None,
@@ -58,16 +62,18 @@ def serve(
         "socket": None if socket is None else str(socket),
         "profile": profile,
         "http": http,
+        "embedder": embedder,
         "log_level": log_level,
         "log_format": log_format,
     }
     loaded = load(config, flags)
-    device, key = loaded.device(), loaded.key()
+    device, key, embeds = loaded.device(), loaded.key(), loaded.embedder()
     from kvstore import daemon, logs
 
     logs.configure(loaded.settings.log_level, loaded.settings.log_format)
     loaded.directory.parent.mkdir(parents=True, exist_ok=True)
-    daemon.serve(loaded.directory, device, loaded.socket, loaded.settings.http or None, key=key)
+    http_at = loaded.settings.http or None
+    daemon.serve(loaded.directory, device, loaded.socket, http_at, key=key, embedder=embeds)
 
 
 def top(

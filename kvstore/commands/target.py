@@ -16,27 +16,39 @@ if TYPE_CHECKING:
     from kvstore.admin.fault import Verified
     from kvstore.admin.held import Held
     from kvstore.config import Config
-    from kvstore.encryption import Key
+    from kvstore.keys import KeySource
     from kvstore.profile import Profile
 
 _SPARE = 1 << 30  # bytes
 
 
 class Target:
-    """`directory` and `socket` as flags gave them, None where they did not; at most one of them."""
+    """`directory`, `socket` and `key_file` as flags gave them, None where they did not.
 
-    def __init__(self, directory: Path | None, socket: Path | None, config: Path | None = None) -> None:
+    At most one of directory and socket; a daemon has its own key file.
+    """
+
+    def __init__(
+        self,
+        directory: Path | None,
+        socket: Path | None,
+        config: Path | None = None,
+        key_file: Path | None = None,
+    ) -> None:
         if directory is not None and socket is not None:
             raise InvalidRequestError("give --dir or --socket, not both")
+        if key_file is not None and socket is not None:
+            raise InvalidRequestError("a daemon has its own keys: give --key-file or --socket, not both")
         flags = {
             "directory": None if directory is None else str(directory),
             "socket": None if socket is None else str(socket),
+            "key_file": None if key_file is None else str(key_file),
         }
         from kvstore.config import load
 
         self.config: Config = load(config, flags)
         self._daemon_only = socket is not None
-        self._directory_only = directory is not None
+        self._directory_only = directory is not None or key_file is not None
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Held]:
@@ -123,7 +135,7 @@ class _Verifiable(Protocol):
 class _Damaged:
     """Verify for a directory that may not even say its block size."""
 
-    def __init__(self, path: Path, block_tokens: int, key: Key | None) -> None:
+    def __init__(self, path: Path, block_tokens: int, key: KeySource | None) -> None:
         self._key = key
         self._path = path
         self._block_tokens = block_tokens

@@ -437,6 +437,8 @@ def test_verbs_are_methods_whose_answers_can_be_sent(store: KVStore, tmp_path: P
     }
     ours = {"tokens": OTHER.tolist(), "identity": identity().digest().hex()}
     for verb in VERBS:
+        if verb == "rotate_key":  # there is none: see test_encryption
+            continue
         given_ = arguments.get(verb) or (ours if verb in ("explain", "pin", "unpin", "warm") else {})
         answer = getattr(admin, verb)(**given_)
         sent = msgspec.msgpack.encode(answer)

@@ -115,6 +115,8 @@ def test_every_field_of_a_profile_that_is_a_setting_exists() -> None:
         "socket",
         "profile",
         "key_file",
+        "keyring",
+        "embedder",
         "http",
         "log_level",
         "log_format",

@@ -1,15 +1,9 @@
-"""With a key, flash gives nothing away, comes back bit for bit, and to nobody else; rotation loses nothing."""
+"""With a key, flash gives nothing away, comes back bit for bit, and to nobody else."""
 
 from __future__ import annotations
 
-import os
-import random
 import shutil
 import struct
-import subprocess
-import sys
-import time
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -20,15 +14,15 @@ from hypothesis import strategies as st
 
 from kvstore.admin.administration import Administration
 from kvstore.admin.bare_directory import BareDirectory
-from kvstore.admin.rotation import rotate_key_file
+from kvstore.ciphers import Ciphers
 from kvstore.daemon.remote_store import connect
-from kvstore.encryption import NEXT, AlteredError, Cipher, EncryptionError, Key, OtherKeyError
+from kvstore.encryption import AlteredError, Cipher, Key, OtherKeyError
 from kvstore.index import vector_file
+from kvstore.keys import GivenKeys
 from kvstore.open_directory import OpenDirectory
 from kvstore.record import BadRecordError, RecordReader
 from kvstore.store import KVStore, open_store
 from tests.daemon.running import daemon
-from tests.faults.child import Child
 from tests.known_kv import identity, known_kv, load, prompt, put, quiet, small_profile
 
 OURS, OTHER = Key(b"k" * 32), Key(b"o" * 32)
@@ -187,7 +181,7 @@ def test_no_flipped_bit_passes(tmp_path: Path, data: st.DataObject) -> None:
     files = sorted((path / "blocks").iterdir())
     content = bytearray(data.draw(st.sampled_from(files)).read_bytes())
     ends = struct.unpack_from("<8sIIQ", content)[2] + 24
-    cipher = Cipher(OURS)
+    cipher = _ciphers(OURS)
     frames = len(content) - _stored_bytes(tmp_path / "whole", bytes(content), cipher)
     at = data.draw(st.one_of(st.integers(0, ends - 1), st.integers(frames, len(content) - 1)))
     content[at] ^= 1 << data.draw(st.integers(0, 7))
@@ -195,14 +189,20 @@ def test_no_flipped_bit_passes(tmp_path: Path, data: st.DataObject) -> None:
         _read_all(tmp_path / "altered", bytes(content), cipher)
 
 
-def _stored_bytes(file: Path, content: bytes, cipher: Cipher) -> int:
+def _ciphers(key: Key) -> Ciphers:
+    ciphers = Ciphers(GivenKeys((key,)))
+    ciphers.note(identity().digest(), identity().tenant_salt)
+    return ciphers
+
+
+def _stored_bytes(file: Path, content: bytes, cipher: Ciphers) -> int:
     file.write_bytes(content)
     reader = RecordReader(file, cipher)
     reader.close()
     return sum(frame.length for frame in reader.header.frames)
 
 
-def _read_all(file: Path, content: bytes, cipher: Cipher) -> None:
+def _read_all(file: Path, content: bytes, cipher: Ciphers) -> None:
     file.write_bytes(content)
     reader = RecordReader(file, cipher)
     try:
@@ -223,7 +223,7 @@ def test_who_makes_checksums_fit_is_found_out(tmp_path: Path) -> None:
     checksum = xxhash.xxh3_64_intdigest(struct.pack("<II", version, length) + body)
     struct.pack_into("<Q", content, 16, checksum)
     with pytest.raises(BadRecordError, match="authentication: header"):
-        _read_all(tmp_path / "altered", bytes(content), Cipher(OURS))
+        _read_all(tmp_path / "altered", bytes(content), _ciphers(OURS))
 
 
 def test_no_two_writings_share_a_keystream() -> None:
@@ -288,120 +288,3 @@ def test_a_daemon_encrypts_what_all_its_clients_put(tmp_path: Path) -> None:
     for key, length in ((OURS, len(_PROMPTS[0])), (None, 0), (OTHER, 0)):
         with _open(path, key) as here:
             assert [load(here.view(owner), _PROMPTS[0]) for owner in owners] == [length, length]
-
-
-# -- key files ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_key_file_is_private_and_never_overwritten(tmp_path: Path) -> None:
-    file, key = tmp_path / "key", Key.generate()
-    key.write(file)
-    assert file.stat().st_mode & 0o777 == 0o600
-    assert Key.of_file(file) == key
-    assert key.secret.hex() not in repr(key)
-    with pytest.raises(EncryptionError, match="exists"):
-        Key.generate().write(file)
-    file.chmod(0o640)
-    with pytest.raises(EncryptionError, match="others may read"):
-        Key.of_file(file)
-    with pytest.raises(EncryptionError, match="does not exist"):
-        Key.of_file(tmp_path / "none")
-    with pytest.raises(EncryptionError, match="32 random bytes"):
-        Key(b"short")
-
-
-# -- rotation ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("first", [None, OURS], ids=["switched on", "another key"])
-def test_rotation_keeps_everything(tmp_path: Path, first: Key | None) -> None:
-    path, file = _filled(tmp_path / "kv", first), tmp_path / "key"
-    if first is not None:
-        first.write(file)
-    before = {entry.key: (entry.hits, entry.last_use) for entry in BareDirectory(path, first).entries()}
-    done = rotate_key_file(path, file, 16)
-    assert (done.records, done.already, done.left) == (len(before), 0, 0)
-    key = Key.of_file(file)
-    assert key != first
-    after = {entry.key: (entry.hits, entry.last_use) for entry in BareDirectory(path, key).entries()}
-    assert after == before
-    found = BareDirectory(path, key).verify()
-    assert (found.blocks, found.faults, found.notes) == (len(before), (), ())
-    assert len(BareDirectory(path, key).status().pins) == 1
-    assert _held(path, key) == _ALL
-    assert _held(path, first) == _NOTHING
-
-
-def _rotate(connection: Connection, path: str, file: str) -> None:
-    connection.send("rotating")
-    rotate_key_file(Path(path), Path(file), 16)
-    connection.send("done")
-    connection.close()
-    os._exit(0)
-
-
-def test_rotation_killed_anywhere_loses_nothing(tmp_path: Path) -> None:
-    path, file = _filled(tmp_path / "kv", OURS), tmp_path / "key"
-    OURS.write(file)
-    order, kills, unfinished = random.Random(1), 0, 0
-    for _ in range(20):
-        child = Child(_rotate, str(path), str(file))
-        child.receive()
-        time.sleep(order.uniform(0, 0.15))
-        kills += "done" not in child.kill()
-        if file.with_name(file.name + NEXT).exists() and file.exists():
-            unfinished += 1
-            with pytest.raises(EncryptionError, match="key rotate"):
-                Key.of_file(file)
-    assert kills > 3
-    assert unfinished > 1
-    rotate_key_file(path, file, 16)
-    assert _held(path, Key.of_file(file)) == _ALL
-    assert BareDirectory(path, Key.of_file(file)).verify().faults == ()
-
-
-def test_where_nothing_can_be_rotated_no_key_is_made(tmp_path: Path) -> None:
-    """A key that waits for its records refuses every opening."""
-    path, file = _filled(tmp_path / "kv", OURS), tmp_path / "key"
-    OURS.write(file)
-    with _open(path, OURS), pytest.raises(Exception, match="in use by process"):
-        rotate_key_file(path, file, 16)
-    assert Key.of_file(file) == OURS
-
-
-# -- the command ----------------------------------------------------------------------------------------------------
-
-
-def test_the_verbs(tmp_path: Path) -> None:
-    path, file = _filled(tmp_path / "kv", None), tmp_path / "secret" / "key"
-    environment = {
-        **os.environ,
-        "KVSTORE_KEY_FILE": str(file),
-        "KVSTORE_DIRECTORY": str(path),
-        "KVSTORE_SOCKET": str(tmp_path / "none.sock"),
-    }
-
-    def run(*arguments: str, code: int = 0) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "kvstore.cli", *arguments],
-            capture_output=True,
-            text=True,
-            check=False,
-            stdin=subprocess.DEVNULL,
-            env=environment,
-        )
-        assert "Traceback" not in done.stderr
-        assert done.returncode == code, (arguments, done.stdout, done.stderr)
-        return done.stdout + done.stderr
-
-    blocks = len(list((path / "blocks").iterdir()))
-    assert "kvstore key new" in run("status", code=1)
-    run("key", "new")
-    assert "exists" in run("key", "new", code=1)
-    assert f"{blocks} records encrypted anew" in run("key", "rotate")
-    assert f"{blocks} sound blocks" in run("verify")
-    assert _held(path, Key.of_file(file)) == _ALL
-    assert "--yes" in run("key", "drop", code=2)
-    run("key", "drop", "--yes")
-    assert not file.exists()
-    assert _held(path, None) == _NOTHING

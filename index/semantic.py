@@ -149,6 +149,14 @@ class SemanticIndex:
             self._changed.notify_all()
             return True
 
+    def restore(self, block: int, key: bytes) -> bool:
+        """As `add`, of a block whose text is not known here: False unless the file holds a vector for it."""
+        with self._changed:
+            if self._closing or block in self._keys or block in self._pending or key not in self._kept:
+                return False
+            self._hold(block, key, self._kept.pop(key).astype(np.float32))
+            return True
+
     def remove(self, block: int) -> None:
         """Forget a block, wherever it is on its way in. No error for one that is not here: it may have been refused."""
         with self._changed:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from .errors import KVStoreError as KVStoreError
     from .identity import Adapter as Adapter
     from .identity import Identity as Identity
+    from .keys import KeyFile as KeyFile
+    from .keys import Keyring as Keyring
     from .layout import Layout as Layout
     from .lease import Lease as Lease
     from .match import Match as Match
@@ -33,6 +35,8 @@ _HOMES = {
     "connect": "daemon.remote_store",
     "Identity": "identity",
     "Key": "encryption",
+    "KeyFile": "keys",
+    "Keyring": "keys",
     "KVStore": "store",
     "KVStoreError": "errors",
     "Layout": "layout",

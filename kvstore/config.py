@@ -25,12 +25,15 @@ from typing import Any, Literal, get_args
 import msgspec
 import platformdirs
 
+from kvstore.index.embedder import Embedder, EmbedderUnavailable
+from kvstore.index.sentence_embedder import SentenceEmbedder
+from kvstore.index.word_embedder import WordEmbedder
 from kvstore.prefetch.cost import DEVICES
 from kvstore.prefetch.eviction import POLICIES
 
 from .codec import Codec
-from .encryption import Key
 from .errors import BudgetError, KVStoreError
+from .keys import KeyFile, Keyring, KeySource
 from .profile import PROFILES, Profile
 
 log = logging.getLogger(__name__)
@@ -51,6 +54,8 @@ _UNITS = {
     "ti": 1 << 40,
 }
 
+_BUILTIN = "builtin"
+
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 
@@ -62,7 +67,10 @@ class ConfigError(KVStoreError, ValueError):
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Every setting. `profile` gives what is None: see `Profile` for the fields of that name.
 
-    key_file: holds the key that encrypts what lies on flash, "" for none: see `encryption`.
+    key_file, keyring: where the keys are that encrypt what lies on flash, a file or a name in the keyring of the
+        operating system; "" for neither: see `keys`.
+    embedder: what says of texts what they speak of, "builtin" or the folder of a sentence-transformers model; "" for
+        none.
     http: address and port of the web page and the metrics, on loopback; "" for none.
     """
 
@@ -70,6 +78,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     socket: str
     profile: str = "cpu"
     key_file: str = ""
+    keyring: str = ""
+    embedder: str = ""
     http: str = ""
     log_level: LogLevel = "warning"
     log_format: LogFormat = "text"
@@ -134,13 +144,26 @@ class Config:
     def socket(self) -> Path:
         return Path(self.settings.socket).expanduser()
 
-    @property
-    def key_file(self) -> Path | None:
-        return Path(self.settings.key_file).expanduser() if self.settings.key_file else None
+    def key(self) -> KeySource | None:
+        """Where keys come from; None: nothing is encrypted. Raises ConfigError."""
+        file, name = self.settings.key_file, self.settings.keyring
+        if file and name:
+            where = self._origins.get("key_file"), self._origins.get("keyring")
+            raise ConfigError(f"key_file ({where[0]}) and keyring ({where[1]}): set one of them")
+        return KeyFile(file) if file else Keyring(name) if name else None
 
-    def key(self) -> Key | None:
-        """The key in the file. Raises EncryptionError."""
-        return None if self.key_file is None else Key.of_file(self.key_file)
+    def embedder(self) -> Embedder | None:
+        """What a daemon embeds texts with. Raises ConfigError where it cannot run."""
+        named = self.settings.embedder
+        if named in ("", _BUILTIN):
+            return WordEmbedder() if named else None
+        try:
+            return SentenceEmbedder(Path(named).expanduser())
+        except EmbedderUnavailable as error:
+            where = self._origins.get("embedder", "default")
+            raise ConfigError(
+                f"embedder = {named!r} ({where}): {error}; {_BUILTIN!r} needs no model"
+            ) from error
 
     def device(self) -> Profile:
         """The profile with what was set of it. Raises ConfigError where that does not go together."""

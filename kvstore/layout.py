@@ -265,16 +265,17 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
             raise BufferTooSmallError(
                 f"{tokens} tokens need {span.stop - span.start} bytes, the buffer holds {len(raw)}"
             )
-        offset = 0
+        dtype = self.numpy_dtype
+        numbers = np.frombuffer(raw, dtype, (span.stop - span.start) // dtype.itemsize)
+        at = 0
         for number in layers:
-            if not self.layers[number].holds_kv:
-                continue
-            pair = []
-            for shape in (self.key_shape(number, tokens), self.value_shape(number, tokens)):
-                array = np.frombuffer(raw, _STORED[self.dtype], shape[0] * shape[1] * shape[2], offset)
-                offset += array.nbytes
-                pair.append(array.reshape(shape))
-            yield number, pair[0], pair[1]
+            layer = self.layers[number]
+            if layer.holds_kv:
+                between = at + layer.kv_heads * tokens * layer.head_dim
+                end = between + layer.kv_heads * tokens * layer.value_dim
+                keys = numbers[at:between].reshape(layer.kv_heads, tokens, layer.head_dim)
+                yield number, keys, numbers[between:end].reshape(layer.kv_heads, tokens, layer.value_dim)
+                at = end
 
 
 class Capabilities(msgspec.Struct, frozen=True):

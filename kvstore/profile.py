@@ -29,6 +29,9 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     `device` names what computing and loading cost, of `prefetch.cost.DEVICES`, as far as it is not measured.
     `frame_bytes` is the least size of one flash read: a block is cut into as many layer groups as leave each
     group of a full block at least that large.
+    `max_hot_arenas` is how many buffers the device pins at a time, each of at most `arena_bytes`. `shares_hot` False: a
+    process cannot map memory that an NPU reads through another one. A daemon then keeps warm and cold alone, and each
+    client has a part of `hot_bytes` and of these buffers in its own memory, see `daemon.client_hot`.
     `staging_bytes` is what all clients of a daemon together have for KV that they put. `tenant_memory_bytes` and
     `tenant_cold_bytes` are the most that one tenant of a daemon has in hot and warm memory, and on flash; None sets no
     limit but the budgets.
@@ -45,6 +48,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "laptop"
     arena_bytes: int = 256 * MIB
     max_hot_arenas: int = 8
+    shares_hot: bool = True
     alignment: int = 4096
     frame_bytes: int = 512 * 1024
     staging_bytes: int = 64 * MIB
@@ -89,10 +93,12 @@ ANE = Profile(
     block_tokens=256,
     alignment=16384,
     max_hot_arenas=8,
+    shares_hot=False,
     cold_bytes_per_day=32 * GIB,
     device="flagship",
 )
-"""Apple Neural Engine: 16 KiB pages, 8 to 12 contiguous pinned buffers, blocks of 256 to 512 tokens."""
+"""Apple Neural Engine: 16 KiB pages, 8 to 12 contiguous pinned buffers that no other process can map, blocks of 256 to
+512 tokens."""
 
 NNAPI = Profile(
     name="nnapi",

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.pipeline import kernels
 
-from .block import Block, block_key
+from .block import Block, Residence, block_key
 from .buffer import KvBuffer
 from .errors import StoreClosedError
 from .namespace import ROOT_KEY, Namespace
+from .quotas import TENANT_QUOTA
 from .record import BadRecordError
-from .tiers import TENANT_QUOTA, Tiers
+from .tiers import Tiers
 
 _CONTEXT = 256  # tokens before a span that tell its capture from others of the same tokens
 
@@ -40,181 +43,217 @@ class PutResult(NamedTuple):
         )
 
 
-class Incoming:
-    """One caller's KV, checked before: row i of `kv` is token `start` + i, or row slots[i] is.
+@dataclass(slots=True)
+class _Piece:
+    """A block that has room, and nothing in it yet; `new` of its tokens were not held before."""
 
-    Waits at most `wait` seconds in all for room in warm memory.
+    block: Block
+    new: int
+
+
+class Incoming:
+    """A put in two steps: find room for what it adds, from when on `result` says what becomes of it; then `copy` it.
+
+    start: as of `KVStore.put`. Waits at most `wait` seconds in all for room in warm memory. fresh: see `Block.fresh`,
+    where more is known of it than this put shows.
     """
 
     def __init__(
-        self,
-        tiers: Tiers,
-        namespace: Namespace,
-        kv: KvBuffer,
-        start: int,
-        slots: NDArray[np.int64] | None,
-        wait: float,
+        self, tiers: Tiers, namespace: Namespace, start: int = 0, wait: float = 0.0, fresh: int = 0
     ) -> None:
         self._tiers = tiers
         self._namespace = namespace
-        self._sources = [
-            array
-            for layer, *pair in zip(namespace.layout.layers, kv.keys, kv.values, strict=True)
-            for array in pair
-            if layer.holds_kv and array is not None  # else a mistake that was found with the buffer
-        ]
         self._start = start
-        self._slots = None if slots is None else np.ascontiguousarray(slots, np.int64)
         self._deadline = time.monotonic() + wait
-        self._fresh = 1  # blocks that this put is going to add
+        self._fresh = fresh
+        self._stored = self._held = self._refused = 0
+        self._reason: str | None = None
+        self._pieces: deque[_Piece] = deque()
+        self._leased: list[Block] = []
+        self._sibling: Block | None = None  # holds the beginning of the first block to add
 
-    def prefix(self, ids: NDArray[np.int32], path: Sequence[Block], held: int, seed: bytes) -> PutResult:
-        """Add the blocks of `ids` behind the full blocks of `path`, which holds `held` tokens and is leased.
+    @property
+    def result(self) -> PutResult:
+        """What becomes of the put. It changes later only by what another put adds just then, or damage on flash."""
+        return PutResult(self._stored, self._held, self._refused, self._reason)
+
+    @property
+    def reads_flash(self) -> bool:
+        """Whether `copy` does: it alone holds the beginning of a block of which the caller gave the rest."""
+        sibling = self._sibling
+        return sibling is not None and sibling.memory is None and self._start > sibling.start
+
+    def prefix(self, ids: NDArray[np.int32], path: Sequence[Block], held: int, seed: bytes) -> None:
+        """Find room for the blocks of `ids` behind the full blocks of `path`, which holds `held` tokens and is leased.
 
         seed: what the keys start from, the identity's digest as a rule.
         """
-        leased = list(path)
-        try:
-            if held == len(ids):
-                return PutResult(0, held, 0)
+        self._leased = list(path)
+        self._held = held
+        if held < len(ids):
             size = self._namespace.trie.block_tokens
             first = held // size
-            self._fresh = -(-len(ids) // size) - first
-            parent = path[first - 1] if first else None
-            sibling = (
-                path[first] if first < len(path) else None
-            )  # holds the beginning of the first block to add
-            stored = 0
-            for begin in range(first * size, len(ids), size):
-                piece = ids[begin : begin + size]
-                parent_key = ROOT_KEY if parent is None else parent.key
-                block, reason = self._add(seed, begin, piece, parent_key, True, sibling, leased)
-                new = begin + len(piece) - max(begin, held)
-                if block is None:
-                    return self._refuse(stored, held, len(ids) - max(begin, held), reason)
-                stored += new if reason == "" else 0
-                parent, sibling = block, None
-            return PutResult(stored, held, 0)
-        finally:
-            with self._tiers.lock:
-                self._tiers.release(leased)
+            self._sibling = path[first] if first < len(path) else None
+            parent_key = path[first - 1].key if first else ROOT_KEY
+            self._find_room(seed, ids, first * size, parent_key, exact=True)
 
-    def span(self, ids: NDArray[np.int32], begin: int, end: int) -> PutResult:
-        """Add ids[begin:end] as blocks that are not exact, one behind the other."""
-        leased: list[Block] = []
-        size = self._namespace.trie.block_tokens
-        self._fresh = -(-(end - begin) // size)
-        parent_key = block_key(
-            begin.to_bytes(8, "little"), ROOT_KEY, ids[max(0, begin - _CONTEXT) : begin], exact=False
-        )
-        stored = 0
+    def span(self, ids: NDArray[np.int32], begin: int) -> None:
+        """Find room for ids[begin:] as blocks that are not exact, one behind the other."""
+        context = ids[max(0, begin - _CONTEXT) : begin]
+        parent_key = block_key(begin.to_bytes(8, "little"), ROOT_KEY, context, exact=False)
+        self._find_room(self._namespace.digest, ids, begin, parent_key, exact=False)
+
+    def refuse(self, tokens: int, count: str, reason: str) -> None:
+        """Of what was to be added, these tokens are not, which is counted as `count`."""
+        with self._tiers.lock:
+            self._tiers.refusals[count] += tokens
+        self._refused += tokens
+        self._reason = reason
+
+    def copy(self, kv: KvBuffer, slots: NDArray[np.int64] | None) -> PutResult:
+        """Copy a caller's KV, checked before, and make each block findable once it is complete; the result.
+
+        Row i of `kv` is token `start` + i, or row slots[i] is. Call it once, whatever `result` says.
+        """
         try:
-            for at in range(begin, end, size):
-                piece = ids[at : min(at + size, end)]
-                block, reason = self._add(self._namespace.digest, at, piece, parent_key, False, None, leased)
-                if block is None:
-                    return self._refuse(stored, 0, end - at, reason)
-                stored += len(piece) if reason == "" else 0
-                parent_key = block.key
-            return PutResult(stored, end - begin - stored, 0)
+            sources = [
+                array
+                for layer, *pair in zip(self._namespace.layout.layers, kv.keys, kv.values, strict=True)
+                for array in pair
+                if layer.holds_kv and array is not None  # else a mistake that was found with the buffer
+            ]
+            rows = None if slots is None else np.ascontiguousarray(slots, np.int64)
+            while self._pieces:
+                piece = self._pieces[0]
+                left = sum(each.new for each in self._pieces)
+                reason = self._fill(piece.block, sources, rows)
+                if reason is None:
+                    self._pieces.popleft()  # its room is the store's to free now
+                    reason = self._add(piece)
+                if reason is not None:
+                    self._stored -= left
+                    self.refuse(left, reason, reason)
+                    break
+            return self.result
         finally:
+            self._end()
+
+    def _find_room(
+        self, seed: bytes, ids: NDArray[np.int32], begin: int, parent_key: bytes, *, exact: bool
+    ) -> None:
+        layout, size = self._namespace.layout, self._namespace.trie.block_tokens
+        fresh = self._fresh or -(-(len(ids) - begin) // size)
+        known = self._held
+        try:
             with self._tiers.lock:
-                self._tiers.release(leased)
+                for at in range(begin, len(ids), size):
+                    tokens = ids[at : at + size]
+                    new = at + len(tokens) - max(at, known)
+                    key = block_key(seed, parent_key, tokens, exact=exact)
+                    if (twin := self._twin(key, at, tokens)) is not None:
+                        self._lease(twin)
+                        self._held += new
+                    else:
+                        nbytes = layout.block_bytes(len(tokens))
+                        room = self._room(nbytes)
+                        if isinstance(room, str):
+                            self.refuse(len(ids) - max(at, known), room, room)
+                            return
+                        block = Block(
+                            number=self._tiers.new_number(),
+                            key=key,
+                            parent_key=parent_key,
+                            namespace=self._namespace,
+                            tokens=tokens.copy(),
+                            start=at,
+                            nbytes=nbytes,
+                            exact=exact,
+                            memory=room,
+                            last_use=time.time(),
+                            fresh=fresh,
+                        )
+                        self._pieces.append(_Piece(block, new))
+                        self._stored += new
+                    parent_key = key
+        except BaseException:
+            self._end()
+            raise
 
-    def _refuse(self, stored: int, held: int, refused: int, reason: str) -> PutResult:
-        with self._tiers.lock:
-            self._tiers.refusals[reason] += refused
-        return PutResult(stored, held, refused, reason)
+    def _twin(self, key: bytes, start: int, tokens: NDArray[np.int32]) -> Block | None:
+        """A block that is held already, though no prefix may lead to it."""
+        twin = self._namespace.by_key.get(key)
+        same = twin is not None and twin.start == start and np.array_equal(twin.tokens, tokens)
+        return twin if same else None
 
-    def _add(
-        self,
-        seed: bytes,
-        begin: int,
-        piece: NDArray[np.int32],
-        parent_key: bytes,
-        exact: bool,
-        sibling: Block | None,
-        leased: list[Block],
-    ) -> tuple[Block | None, str]:
-        """Make a block of `piece` findable: (the block that stands for it, "" when it is new), or None and why not."""
-        block, reason = self._fill(seed, begin, piece, parent_key, exact, sibling)
-        if block is None:
-            return None, reason
-        with self._tiers.lock:
-            standing = self._tiers.add(block)
-            if standing is None:
-                return None, "another block has its key"
-            self._tiers.acquire([standing], used=False)
-            leased.append(standing)
-            if standing is not block:
-                return standing, "held already"
-            self._tiers.counts["tokens_stored"] += len(piece)
-            self._tiers.new_in_memory(block)
-        return block, ""
+    def _room(self, nbytes: int) -> Residence | str:
+        """Room in warm memory, or why there is none. Called under the lock, which it gives away while it waits."""
+        tiers, space = self._tiers, self._namespace
+        while True:
+            self._check_open()
+            if (room := tiers.allocate_warm(nbytes, space)) is not None:
+                return room
+            if (left := self._deadline - time.monotonic()) <= 0:
+                break
+            tiers.changed.wait(left)
+        if tiers.quotas.exceeds_memory(tiers.owner(space), nbytes):
+            return TENANT_QUOTA
+        return "warm tier full of what is leased or waits for flash"
+
+    def _check_open(self) -> None:
+        if self._tiers.closed:
+            raise StoreClosedError("this store was closed; open it again")
+
+    def _lease(self, block: Block) -> None:
+        self._tiers.acquire([block], used=False)
+        self._leased.append(block)
 
     def _fill(
-        self,
-        seed: bytes,
-        begin: int,
-        piece: NDArray[np.int32],
-        parent_key: bytes,
-        exact: bool,
-        sibling: Block | None,
-    ) -> tuple[Block | None, str]:
-        """A complete, not yet findable block of the tokens `piece` at `begin`; or None and why not."""
-        layout = self._namespace.layout
-        nbytes = layout.block_bytes(len(piece))
+        self, block: Block, sources: Sequence[NDArray[Any]], slots: NDArray[np.int64] | None
+    ) -> str | None:
+        """Complete a block, outside the lock; or say why not."""
         with self._tiers.lock:
-            if self._tiers.closed:
-                raise StoreClosedError("this store was closed; open it again")
-            room = self._tiers.allocate_warm(nbytes, self._namespace)
-            while room is None and (left := self._deadline - time.monotonic()) > 0:
-                self._tiers.changed.wait(left)
-                room = self._tiers.allocate_warm(nbytes, self._namespace)
-            if room is None and self._tiers.over_quota(self._namespace, memory=nbytes):
-                return None, TENANT_QUOTA
-            if room is None:
-                return None, "warm tier full of what is leased or waits for flash"
-            number = self._tiers.new_number()
-            raw = room.tier.view(room.extent, nbytes)
-        block = Block(
-            number=number,
-            key=block_key(seed, parent_key, piece, exact=exact),
-            parent_key=parent_key,
-            namespace=self._namespace,
-            tokens=piece.copy(),
-            start=begin,
-            nbytes=nbytes,
-            exact=exact,
-            memory=room,
-            last_use=time.time(),
-            fresh=self._fresh,
-        )
-        try:
-            kept = max(0, self._start - begin)  # tokens that the caller did not give: the sibling holds them
-            reason = self._copy_held(raw, len(piece), kept, sibling) if kept and sibling is not None else None
-            if reason is None:
-                self._copy_given(raw, begin, len(piece), kept)
-                return block, ""
-        except BaseException:
-            with self._tiers.lock:
-                self._tiers.give_back(room)
-            raise
-        with self._tiers.lock:
-            self._tiers.give_back(room)
-        return None, reason
-
-    def _copy_given(self, raw: NDArray[np.uint8], begin: int, length: int, kept: int) -> None:
-        """Copy the caller's rows for tokens begin + kept .. begin + length into a block."""
-        first = begin + kept - self._start
+            self._check_open()
+            raw = self._tiers.raw(block)
+        kept = max(0, self._start - block.start)  # tokens that were not given: the sibling holds them
+        if kept and self._sibling is not None:
+            reason = self._copy_held(raw, block.length, kept, self._sibling)
+            if reason is not None:
+                return reason
+        first = block.start + kept - self._start
         kernels.collect(
-            self._sources,
+            sources,
             raw,
-            tokens=length,
+            tokens=block.length,
             kept=kept,
-            first=first if self._slots is None else 0,
-            slots=None if self._slots is None else self._slots[first : first + length - kept],
+            first=first if slots is None else 0,
+            slots=None if slots is None else slots[first : first + block.length - kept],
         )
+        return None
+
+    def _add(self, piece: _Piece) -> str | None:
+        """Make a complete block findable, unless another stands for its tokens meanwhile; or say why not."""
+        with self._tiers.lock:
+            standing = self._tiers.add(piece.block)
+            if standing is None:
+                return "another block has its key"
+            self._lease(standing)
+            if standing is piece.block:
+                self._tiers.counts["tokens_stored"] += standing.length
+                self._tiers.new_in_memory(standing)
+            else:
+                self._stored -= piece.new
+                self._held += piece.new
+        return None
+
+    def _end(self) -> None:
+        """Give back the room of what was not added, and let go of the rest."""
+        with self._tiers.lock:
+            for piece in self._pieces:
+                assert piece.block.memory is not None
+                self._tiers.give_back(piece.block.memory)
+            self._pieces.clear()
+            self._tiers.release(self._leased)
+            self._leased.clear()
 
     def _copy_held(self, raw: NDArray[np.uint8], length: int, kept: int, source: Block) -> str | None:
         """Copy the first `kept` tokens of a block from the sibling that holds them. Returns why it cannot."""

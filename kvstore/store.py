@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -37,13 +36,14 @@ from .codec import CODECS
 from .encryption import Key
 from .errors import BudgetError, InvalidRequestError, InvalidTokensError, StoreClosedError
 from .identity import Identity
+from .invalidation import all_of, forget_vectors, made_with, starting_with, unused_for
+from .keys import Keys
 from .layout import capabilities
 from .lease import Lease
 from .match import Match as Match
 from .moved import SHORTEST, MovedRun
-from .namespace import ROOT_KEY, Namespace
+from .namespace import ROOT_KEY
 from .open_directory import OpenDirectory
-from .orphans import continuing
 from .presence import Presence
 from .profile import CPU, Profile
 from .put import Incoming, PutResult
@@ -58,9 +58,12 @@ EXACT_ONLY = "layout permits exact reuse only"
 
 
 class KVStore:
-    """Holds KV of one identity in the tiers of one directory. Thread-safe. A context manager; see `open_store`."""
+    """Holds KV of one identity in the tiers of one directory. Thread-safe. A context manager; see `open_store`.
 
-    def __init__(self, shared: OpenDirectory, identity: Identity) -> None:
+    given: of a daemon's client, the keys that it has its tenant's KV under, see `Ciphers.open`.
+    """
+
+    def __init__(self, shared: OpenDirectory, identity: Identity, given: Sequence[Key] | None = None) -> None:
         self._shared = shared
         self._tiers = shared.tiers
         self.identity = identity
@@ -83,6 +86,7 @@ class KVStore:
                 f"a block of {profile.block_tokens} tokens needs {needed} bytes, warm memory has at most "
                 f"{shared.tiers.warm.largest_arena} in one piece; raise warm_bytes and arena_bytes"
             )
+        shared.work_with(identity, given)
         if shared.directory is not None:
             with contextlib.suppress(
                 OSError
@@ -193,24 +197,8 @@ class KVStore:
         ids = checked_tokens(tokens)
         check_start(start, ids)
         check_buffer(kv, self.layout, len(ids) - start, slots)
-        with self._lock():
-            path, held = self._namespace.match(ids)
-            if held < start:
-                self._tiers.refusals["prefix not held"] += len(ids) - start
-                return PutResult(0, 0, len(ids) - start, f"only {held} of the {start} tokens before are held")
-            if self._exact:
-                if self._usable(ids, path, held)[1] == len(ids):
-                    return PutResult(0, len(ids), 0)
-                if start:
-                    self._tiers.refusals[EXACT_ONLY] += len(ids) - start
-                    return PutResult(0, 0, len(ids) - start, f"{EXACT_ONLY}: put the prompt from its start")
-                for other in self._namespace.below(ids[: self.block_tokens]):
-                    self._tiers.drop(other)  # two prompts cannot share a block, the newer one stays
-                path, held = [], 0
-            self._tiers.acquire(path, used=True, by_put=True)
-        incoming = Incoming(self._tiers, self._namespace, kv, start, slots, wait)
         with self._tiers.timings.stage("put"):
-            return incoming.prefix(ids, path, held, self._key_seed(ids))
+            return self.accept_put(ids, start, wait=wait).copy(kv, slots)
 
     def put_later(
         self,
@@ -247,8 +235,12 @@ class KVStore:
         check_spans(spans, ids)
         check_buffer(kv, self.layout, max((end for _, end in spans), default=0), slots)
         self._open()
-        incoming = Incoming(self._tiers, self._namespace, kv, 0, slots, 0.0)
-        results = [incoming.span(ids, begin, end) for begin, end in spans if end - begin >= SHORTEST]
+        results = []
+        for begin, end in spans:
+            if end - begin >= SHORTEST:
+                incoming = Incoming(self._tiers, self._namespace)
+                incoming.span(ids[:end], begin)
+                results.append(incoming.copy(kv, slots))
         return PutResult.total(results)
 
     @property
@@ -264,12 +256,13 @@ class KVStore:
 
     # -- meaning ----------------------------------------------------------------------------------------------------
 
-    def use_semantics(self, embedder: Embedder, text_of_tokens: TextOfTokens) -> None:
+    def use_semantics(self, embedder: Embedder, text_of_tokens: TextOfTokens | None) -> None:
         """From now on have `embedder` say what held blocks of this identity speak of; see `neighbours`.
 
-        text_of_tokens: the text of token ids int32 [n], the tokenizer's decoding. Both are called by a background
-        thread, and what they raise costs only neighbours. Vectors are kept in the directory, by `flush` and `close`,
-        and made anew where another embedder made them. A second call with the same embedder changes nothing.
+        text_of_tokens: the text of token ids int32 [n], the tokenizer's decoding; None in a daemon, to which clients
+        tell texts. Both are called by a background thread, and what they raise costs only neighbours. Vectors are kept
+        in the directory, by `flush` and `close`, and made anew where another embedder made them. A second call with the
+        same embedder changes nothing.
         """
         with self._lock():
             before = self._namespace.semantics
@@ -278,7 +271,7 @@ class KVStore:
             path = cipher = None
             if self._shared.directory is not None and self._tiers.cold is not None:
                 path = self._shared.directory.vectors_file(self._digest)
-                cipher = self._shared.directory.cipher
+                cipher = self._shared.ciphers.sealer(self._digest)
             semantics = Semantics(embedder, text_of_tokens, path, self.block_tokens, cipher)
             self._namespace.use_semantics(semantics)
         if before is not None:
@@ -355,7 +348,10 @@ class KVStore:
     # -- administration ---------------------------------------------------------------------------------------------
 
     def view(self, identity: Identity) -> KVStore:
-        """The same directory, tiers and budgets for another identity; KV of the two never mixes."""
+        """The same directory, tiers and budgets for another identity; KV of the two never mixes.
+
+        Raises EncryptionError.
+        """
         with self._lock():
             return KVStore(self._shared, identity)
 
@@ -388,31 +384,22 @@ class KVStore:
             raise InvalidRequestError("give exactly one of prefix, adapter, older_than, everything")
         ids = None if prefix is None else checked_tokens(prefix)
         with self._lock():
+            spaces = self._tiers.namespaces.values()
             if ids is not None:
-                doomed = []
-                for digest in self._under_any_codec:
-                    space = self._tiers.namespace(digest)
-                    seed = None if self._exact else digest
-                    doomed += continuing(space.orphans(), ids, seed, self.block_tokens)
-                    doomed += space.below(ids)
+                own = [self._tiers.namespace(digest) for digest in self._under_any_codec]
+                doomed = [block for space in own for block in starting_with(space, ids, whole=self._exact)]
+            elif adapter is not None:
+                doomed = made_with(spaces, adapter, self._shared.directory)
+            elif older_than is not None:
+                doomed = unused_for(spaces, older_than)
             else:
-                doomed = [
-                    block for space in self._tiers.namespaces.values() for block in space.below(_NO_TOKENS)
-                ]
-            if adapter is not None:
-                using = self._digests_with(adapter)
-                doomed = [block for block in doomed if block.namespace.digest in using]
-            if older_than is not None:
-                horizon = time.time() - older_than
-                doomed = [block for block in doomed if block.last_use < horizon]
+                doomed = all_of(spaces)
             for block in doomed:
                 self._tiers.drop(block)
             self._tiers.counts["invalidated"] += len(doomed)
-            spaces = {block.namespace for block in doomed}
-            if everything:
-                spaces.update(self._tiers.namespaces.values())
-        for space in spaces:
-            self._forget_vectors(space)
+            touched = set(spaces) if everything else {block.namespace for block in doomed}
+        for space in touched:
+            forget_vectors(space, self._shared.directory)
         return len(doomed)
 
     def promote(self, match: Match, to: Literal["warm", "hot"] = "hot") -> None:
@@ -567,26 +554,31 @@ class KVStore:
                 self._tiers.release(path)
             return held
 
-    def _forget_vectors(self, space: Namespace) -> None:
-        """Leave no vector of what was invalidated on flash. Those of the rest are written with the next flush."""
-        with contextlib.suppress(OSError):
-            if space.semantics is not None:
-                space.semantics.delete_file()
-            elif self._shared.directory is not None:
-                self._shared.directory.vectors_file(space.digest).unlink(missing_ok=True)
-
-    def _digests_with(self, adapter: str) -> set[bytes]:
-        """Identity digests whose adapters include this one, as far as their description is known."""
-        known = {digest: space.identity for digest, space in self._tiers.namespaces.items() if space.identity}
-        if self._shared.directory is not None:
-            for digest, description in self._shared.directory.identities().items():
-                with contextlib.suppress(ValueError):
-                    known.setdefault(digest, Identity.from_bytes(description))
-        return {
-            digest
-            for digest, identity in known.items()
-            if any(each.digest == adapter.lower() for each in identity.adapters)
-        }
+    def accept_put(
+        self, ids: NDArray[np.int32], start: int, *, wait: float = 0.0, fresh: int = 0
+    ) -> Incoming:
+        """The first half of `put`, all but the copy, which has to follow: until then it holds room and leases."""
+        incoming = Incoming(self._tiers, self._namespace, start, wait, fresh)
+        with self._lock():
+            path, held = self._namespace.match(ids)
+            if held < start:
+                reason = f"only {held} of the {start} tokens before are held"
+                incoming.refuse(len(ids) - start, "prefix not held", reason)
+                return incoming
+            if self._exact:
+                if self._usable(ids, path, held)[1] == len(ids):
+                    incoming.prefix(ids, [], len(ids), self._digest)
+                    return incoming
+                if start:
+                    reason = f"{EXACT_ONLY}: put the prompt from its start"
+                    incoming.refuse(len(ids) - start, EXACT_ONLY, reason)
+                    return incoming
+                for other in self._namespace.below(ids[: self.block_tokens]):
+                    self._tiers.drop(other)  # two prompts cannot share a block, the newer one stays
+                path, held = [], 0
+            self._tiers.acquire(path, used=True, by_put=True)
+        incoming.prefix(ids, path, held, self._key_seed(ids))
+        return incoming
 
     def _open(self) -> None:
         if self._tiers.closed:
@@ -600,21 +592,18 @@ class KVStore:
             yield
 
 
-_NO_TOKENS = np.empty(0, dtype=np.int32)
-
-
 def open_store(
     path: str | os.PathLike[str] | None,
     *,
     identity: Identity,
     profile: Profile = CPU,
-    key: Key | None = None,
+    key: Keys | None = None,
 ) -> KVStore:
     """Open a data directory for one identity; `kvstore.open`.
 
     path: the directory, made when it is new; None keeps everything in memory. identity: whose KV this is, with its
-    layout. profile: budgets and block size of the device. key: encrypts what lies on flash; what is there under another
-    key, or under none, is not seen then. See `encryption`.
+    layout. profile: budgets and block size of the device. key: encrypts what lies on flash: 32 bytes, a `KeyFile` or a
+    `Keyring`, see `keys`; what is there under another key, or under none, is not seen then.
 
     Raises DirectoryInUseError, DirectoryUnusableError, FormatMismatchError, BudgetError, EncryptionError; the
     directory is left as it was then.

@@ -28,7 +28,14 @@ class WithArenas(NamedTuple):
     arenas: Sequence[int]
 
 
-Answered = msgspec.Struct | WithArenas | Later | Future[None] | None
+class BeforeWork(NamedTuple):
+    """A reply that is sent before the loop does `work`: the client need not wait for it, its next request does."""
+
+    reply: msgspec.Struct
+    work: Callable[[], object]
+
+
+Answered = msgspec.Struct | WithArenas | BeforeWork | Later | Future[None] | None
 """A reply; or the work that makes one; or what it waits for, Done then; or None: it was sent already."""
 
 Handler = Callable[[Connection, Any], Answered]

@@ -24,6 +24,7 @@ import msgspec
 from kvstore import errors
 from kvstore.errors import DaemonError, DaemonLostError
 from kvstore.identity import Identity
+from kvstore.keys import KeySource, secrets_of
 
 from . import wire
 from .shared_memory import MappedArenas, MappedStaging
@@ -72,7 +73,7 @@ class Channel:
         self.arenas = MappedArenas()
         self._staging: MappedStaging | None = None
         self.staging_lock = threading.RLock()
-        """Held by who writes to the staging memory, until the daemon has read it."""
+        """Held by who writes to the staging memory, until the reply to the put."""
         try:
             self._socket.settimeout(PATIENCE)
             self._socket.connect(str(path))
@@ -197,14 +198,15 @@ class Channel:
             raise DaemonLostError("the daemon answers something else than was asked")
         return found
 
-    def view(self, identity: Identity) -> View:
-        """The identity, opened on this connection."""
+    def view(self, identity: Identity, source: KeySource | None = None) -> View:
+        """The identity, opened on this connection; `source` has its tenant's keys. Raises EncryptionError."""
         digest = identity.digest()
         if (known := self._views.get(digest)) is not None:
             return known
         with self._opening:
             if (known := self._views.get(digest)) is None:
-                opened = self.call(lambda number: wire.Open(number, identity.to_bytes()), wire.Opened)
+                keys = [] if source is None else secrets_of(source, identity.tenant_salt)
+                opened = self.call(lambda number: wire.Open(number, identity.to_bytes(), keys), wire.Opened)
                 groups = tuple(range(first, stop) for first, stop in opened.layer_groups)
                 known = self._views[digest] = View(opened.view, groups)
         return known
@@ -280,8 +282,8 @@ class Channel:
         except (OSError, ValueError, IndexError) as error:  # IndexError: a descriptor that did not come
             self._lose(str(error))
 
-    def _receive(self) -> list[bytes]:
-        """Raises OSError, FrameError."""
+    def _receive(self) -> list[wire.Payload]:
+        """Messages, good until the next call. Raises OSError, FrameError."""
         try:
             count, ancillary, _, _ = self._socket.recvmsg_into([self._buffer], _ANCILLARY, _CLOSE_ON_EXEC)
         except BlockingIOError:

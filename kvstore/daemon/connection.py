@@ -83,13 +83,13 @@ class OwnedLease:
 
 
 class Connection:
-    """`frame_came` is called with each message, `closed` once, after the socket was closed."""
+    """`frame_came` is called with each message, good during the call; `closed` once, after the socket was closed."""
 
     def __init__(
         self,
         sock: socket.socket,
         loop: asyncio.AbstractEventLoop,
-        frame_came: Callable[[Connection, bytes], None],
+        frame_came: Callable[[Connection, wire.Payload], None],
         closed: Callable[[Connection, str], None],
     ) -> None:
         self.uid, self.pid = peer(sock)

@@ -9,17 +9,21 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvstore.errors import DaemonError, DaemonLostError, StoreClosedError
 from kvstore.identity import Identity
+from kvstore.keys import KeySource
 from kvstore.profile import Profile
 from kvstore.store import KVStore, open_store
 
 from . import wire
 from .client import Channel
+from .client_hot import ClientHot
+from .texts import Texts
 
 if TYPE_CHECKING:
     from .remote_lease import RemoteLease
@@ -35,8 +39,12 @@ log = logging.getLogger(__name__)
 class Link:
     """Thread-safe. `profile` is that of the store which serves while the daemon is away, with `fallback` embedded."""
 
-    def __init__(self, path: Path, profile: Profile, fallback: Fallback) -> None:
+    def __init__(
+        self, path: Path, profile: Profile, fallback: Fallback, source: KeySource | None = None
+    ) -> None:
         self.path = path
+        self.source = source
+        """Has the keys of tenants who give theirs to the daemon."""
         self.profile = profile
         self.pool = ThreadPoolExecutor(_LOAD_THREADS, thread_name_prefix="kvstore-remote-load")
         self.is_closed = False
@@ -47,6 +55,8 @@ class Link:
         self._next_attempt = 0.0
         self._away: str | None = None
         self._embedded: KVStore | None = None
+        self._hot: ClientHot | None = None
+        self._texts: dict[bytes, Texts] = {}
         self._abandoned: deque[tuple[Channel, int]] = deque()
         self._finalizers: weakref.WeakKeyDictionary[RemoteLease, Any] = weakref.WeakKeyDictionary()
 
@@ -86,6 +96,31 @@ class Link:
                 self._embedded = open_store(None, identity=identity, profile=self.profile)
         return self._embedded.view(identity)
 
+    def hot(self, channel: Channel) -> ClientHot | None:
+        """This process's own hot tier, one a connection; None where the daemon shares its."""
+        if not channel.welcome.hot_in_client:
+            return None
+        with self._lock:
+            before = self._hot
+            if before is not None and before.channel is channel:
+                return before
+            self._hot = ClientHot(channel)
+        if before is not None:
+            before.close()
+        return self._hot
+
+    def texts(self, identity: Identity) -> Texts | None:
+        """What reads this identity's tokens to the daemon."""
+        return self._texts.get(identity.digest())
+
+    def read_with(self, identity: Identity, made: Callable[[], Texts]) -> None:
+        """Read this identity's tokens to the daemon from now on, with what `made` gives; the first one counts."""
+        with self._lock:
+            if self.is_closed:
+                raise StoreClosedError("this store was closed; connect again")
+            if identity.digest() not in self._texts:
+                self._texts[identity.digest()] = made()
+
     def holds(self, lease: RemoteLease, channel: Channel, handle: int) -> None:
         """A lease begins. One that is collected without a release ends with the next request."""
         finalizer = weakref.finalize(lease, self._abandoned.append, (channel, handle))
@@ -104,6 +139,10 @@ class Link:
             channel, embedded = self._channel, self._embedded
         if channel is not None and not channel.is_lost:
             channel.close()
+        for texts in self._texts.values():
+            texts.close()
+        if self._hot is not None:
+            self._hot.close()
         self.pool.shutdown(wait=True)
         if embedded is not None:
             embedded.close()

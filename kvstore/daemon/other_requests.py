@@ -7,6 +7,7 @@ import os
 
 import msgspec
 
+from kvstore.encryption import Key
 from kvstore.errors import BudgetError, InvalidRequestError
 from kvstore.identity import Identity
 from kvstore.match import Match
@@ -19,7 +20,7 @@ from . import wire
 from .administered import Administered
 from .answers import Handler, Later, answer, tokens_of, view_of
 from .connection import Connection, View
-from .described import match_of, own, references
+from .described import match_of
 from .tenant import Tenant
 
 _MOST_VIEWS = 64  # identities that one client opens
@@ -41,9 +42,7 @@ class OtherRequests:
             wire.Invalidate: self._invalidate,
             wire.GetStats: self._stats,
             wire.Explain: self._explain,
-            wire.Neighbours: self._neighbours,
             wire.Check: self._check,
-            wire.Hint: self._hint,
             wire.GetPresence: self._presence,
             wire.Admin: self._admin,
             wire.GetSnapshot: self._snapshot,
@@ -64,10 +63,11 @@ class OtherRequests:
         self._identities.add(own.digest())
         number = max(client.views, default=0) + 1
         client.views[number] = None
+        given = tuple(Key(secret) for secret in request.keys)
 
         def work() -> msgspec.Struct:
             try:
-                store = KVStore(self._shared, own)
+                store = KVStore(self._shared, own, given)
             except BaseException:
                 self._loop.call_soon_threadsafe(client.views.pop, number, None)
                 raise
@@ -162,32 +162,9 @@ class OtherRequests:
 
         return work
 
-    def _neighbours(self, client: Connection, request: wire.Neighbours) -> Later:
-        store = view_of(client, request.view)
-        query = tokens_of(request.tokens) if request.text is None else request.text
-
-        def work() -> msgspec.Struct:
-            found = store.neighbours(query, request.k)
-            blocks = references([own(each.block) for each in found])
-            similarities = [float(each.similarity) for each in found]
-            return answer(request, list(zip(blocks, similarities, strict=True)))
-
-        return work
-
     def _check(self, client: Connection, request: wire.Check) -> Later:  # noqa: ARG002
         def work() -> msgspec.Struct:
             self._shared.tiers.check()
-            return wire.Done(request.id)
-
-        return work
-
-    def _hint(self, client: Connection, request: wire.Hint) -> Later:
-        store = view_of(client, request.view)
-        tokens = None if request.tokens is None else tokens_of(request.tokens)
-        session = None if request.session is None else (client.uid, client.pid, request.session)
-
-        def work() -> msgspec.Struct:
-            store.hint(tokens=tokens, text=request.text, session=session)
             return wire.Done(request.id)
 
         return work

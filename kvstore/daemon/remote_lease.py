@@ -28,6 +28,7 @@ from kvstore.reading import Need, Reading
 
 from . import wire
 from .client import Channel, View
+from .client_hot import Wanted
 from .shared_memory import NOWHERE
 
 if TYPE_CHECKING:
@@ -64,17 +65,23 @@ class RemoteLease(Lease):
         leased: wire.Leased,
         asked: float,
     ) -> None:
+        self.hot = hot = link.hot(channel)
+        """Where this process has its own hot tier."""
+        blocks = leased.blocks if hot is None else hot.seen(leased.blocks)
         super().__init__(
             layout,
             view.layer_groups,
             link.pool,
-            leased.blocks[: leased.prefix],
+            blocks[: leased.prefix],
             leased.length,
-            moved_runs(leased.runs, leased.blocks),
+            moved_runs(leased.runs, blocks),
             whole=leased.whole,
         )
+        self.copies_all = False
+        """On release, copy all blocks to the hot tier, used before or not."""
         self._link = link
         self._channel = channel
+        self._view = view.number
         self._handle = leased.lease
         self._places = dict(zip((block.number for block in leased.blocks), leased.places, strict=True))
         self._row = {block.number: row for row, block in enumerate(leased.blocks)}
@@ -82,6 +89,8 @@ class RemoteLease(Lease):
         self._used = asked
         self._releasing = threading.Lock()
         link.holds(self, channel, leased.lease)
+        if hot is not None:
+            hot.used(self.blocks)
 
     @property
     def flash_bytes_per_second(self) -> float | None:
@@ -126,8 +135,20 @@ class RemoteLease(Lease):
                 raise LeaseReleasedError("this lease was released before")
             self.is_released = True
         self._link.releases(self)
+        if self.hot is None or not self.hot.fill(
+            self._view, self._wanted(), self.is_intact, self._tell_released, now=self.copies_all
+        ):
+            self._tell_released()
+
+    def _tell_released(self) -> None:
         with contextlib.suppress(DaemonError):  # then the daemon has freed it
             self._channel.tell(wire.Release(wire.NO_REPLY, self._handle))
+
+    def _wanted(self) -> list[Wanted]:
+        before: list[int | None] = [None, *(block.number for block in self.prefix)]
+        parents = dict(zip((block.number for block in self.prefix), before, strict=False))
+        found = {block.number: block for block in self.blocks}.values()
+        return [Wanted(each, self._places[each.number], parents.get(each.number)) for each in found]
 
     def check_usable(self) -> None:
         if self.is_released:
@@ -196,6 +217,8 @@ class RemoteReading:
         self._channel = lease.channel
         self._needs = needs
         self._places = [lease.place(need.block.number) for need in needs]
+        self._copies = None if lease.hot is None else lease.hot.hold(need.block for need in needs)
+        self._near = {} if self._copies is None else self._copies.bytes
         self._load: int | None = None
         self._tiles: dict[tuple[int, int], int] = {}
         self._asked = 0
@@ -203,7 +226,7 @@ class RemoteReading:
         self._brought: dict[int, tuple[int, int]] | None = None
 
     def is_far(self, number: int) -> bool:
-        return self._places[number] == NOWHERE
+        return self._places[number] == NOWHERE and self._needs[number].block.number not in self._near
 
     def includes(self, number: int, group: int) -> bool:
         return self.is_far(number) or group not in self._needs[number].unread
@@ -224,15 +247,22 @@ class RemoteReading:
         """Raises DaemonError, NotBroughtError."""
         self._lease.renew()
         need, place = self._needs[number], self._places[number]
+        lease = self._lease
+        frame = lease.layout.span(lease.groups[group], need.block.length)
+        if (copy := self._near.get(need.block.number)) is not None:
+            return self._counted("bytes_from_hot", copy[frame])
         if place == NOWHERE:
             place = self._place(self._lease.row(need.block.number))
             assert self._load is not None
             failure = self._channel.wait_tile(self._load, self._tiles[number, group])
             if failure is not None:
                 raise NotBroughtError(failure)
-        lease = self._lease
-        frame = lease.layout.span(lease.groups[group], need.block.length)
-        return self._channel.arenas.view(place, need.block.nbytes)[frame]
+        return self._counted("bytes_from_warm", self._channel.arenas.view(place, need.block.nbytes)[frame])
+
+    def _counted(self, name: str, raw: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        if self._lease.hot is not None:
+            self._lease.hot.count(name, raw.nbytes)
+        return raw
 
     def _place(self, row: int) -> tuple[int, int]:
         with self._answering:
@@ -255,6 +285,8 @@ class RemoteReading:
         log.info("block %s was not loaded, its tokens are computed instead: %s", block.key.hex()[:16], error)
 
     def end(self, kept: Collection[int]) -> int:  # noqa: ARG002
+        if self._copies is not None:
+            self._copies.release()
         if self._load is None:
             return 0
         load, handle = self._load, self._lease.handle

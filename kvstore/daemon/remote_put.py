@@ -19,7 +19,7 @@ from .shared_memory import MappedStaging
 from .staging import pack
 
 _NO_STAGING = "the daemon has no staging memory left for this client; raise staging_bytes"
-_USUAL = 8 << 20  # bytes of staging that are asked for at least: it is asked for once
+_USUAL = 12 << 20  # bytes of staging that are asked for at least: it is asked for once
 _AGAIN = 0.01  # seconds until a put that waits for room asks again
 
 
@@ -71,16 +71,23 @@ class Putting:
         if held >= len(ids):
             return PutResult(0, len(ids), 0)
         first = max(self._start, held // self._block * self._block)
+        fresh = -(-len(ids) // self._block) - first // self._block
         with self._channel.staging_lock:
             staging = self._staging(len(ids) - first)
             stored, begun = 0, first
             while first < len(ids):
-                end = len(ids) if staging is None else self._end(first, len(ids), staging)
+                at, room = self._part(staging)
+                end = self._end(first, len(ids), room)
                 if staging is None or end <= first:
                     return PutResult(stored, held, len(ids) - max(first, held), _NO_STAGING)
-                self._pack(first, end, staging)
+                self._pack(first, end, staging.bytes[at:])
                 put = partial(
-                    wire.Put, view=self._view.number, tokens=tokens[: 4 * end], start=first, offset=0
+                    wire.Put,
+                    view=self._view.number,
+                    tokens=tokens[: 4 * end],
+                    start=first,
+                    offset=at,
+                    fresh=fresh,
                 )
                 done = self._channel.call(put, wire.Stored)
                 stored += done.stored
@@ -99,13 +106,14 @@ class Putting:
         stored = held = 0
         with self._channel.staging_lock:
             staging = self._staging(end - begin)
+            _, room = self._whole(staging)  # it is answered when all is read
             while begin < end:
-                until = end if staging is None else self._end(begin, end, staging, begin)
+                until = self._end(begin, end, room, begin)
                 if end - SHORTEST < until < end:  # so little is not kept by itself
                     until -= -(-SHORTEST // self._block) * self._block
                 if staging is None or until <= begin:
                     return PutResult(stored, held, end - begin, _NO_STAGING)
-                self._pack(begin, until, staging)
+                self._pack(begin, until, staging.bytes)
                 tokens = ids[:until].astype("<i4", copy=False).tobytes()
                 put = partial(wire.PutInexact, view=self._view.number, tokens=tokens, start=begin, offset=0)
                 done = self._channel.call(put, wire.Stored)
@@ -118,14 +126,25 @@ class Putting:
     def _staging(self, tokens: int) -> MappedStaging | None:
         return self._channel.staging(max(_USUAL, self._layout.block_bytes(tokens)))
 
-    def _end(self, first: int, last: int, staging: MappedStaging, origin: int = 0) -> int:
-        """How far staging memory reaches from `first` on: to `last`, or to the end of a block counted from `origin`."""
-        reach = first + len(staging.bytes) // self._layout.token_bytes
+    def _part(self, staging: MappedStaging | None) -> tuple[int, int]:
+        """(offset, bytes) of staging memory that the daemon reads no more: a half if that takes a block, else all."""
+        if staging is not None and staging.half >= self._layout.block_bytes(self._block):
+            return staging.next_half(), staging.half
+        return self._whole(staging)
+
+    def _whole(self, staging: MappedStaging | None) -> tuple[int, int]:
+        if staging is None:
+            return 0, 0
+        self._channel.call(partial(wire.GetVerdict, view=self._view.number), wire.Answer)  # any reply will do
+        return 0, len(staging.bytes)
+
+    def _end(self, first: int, last: int, room: int, origin: int = 0) -> int:
+        """How far `room` bytes reach from `first` on: to `last`, or to the end of a block counted from `origin`."""
+        reach = first + room // self._layout.token_bytes
         if reach >= last:
             return last
         return reach - (reach - origin) % self._block
 
-    def _pack(self, first: int, end: int, staging: MappedStaging) -> None:
+    def _pack(self, first: int, end: int, into: NDArray[np.uint8]) -> None:
         begin = first - self._start
-        nbytes = self._layout.block_bytes(end - first)
-        pack(self._kv, begin, end - first, self._slots, staging.bytes[:nbytes])
+        pack(self._kv, begin, end - first, self._slots, into[: self._layout.block_bytes(end - first)])

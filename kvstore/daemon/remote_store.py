@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, TypeVar
@@ -23,10 +24,11 @@ from numpy.typing import ArrayLike, NDArray
 
 from kvstore.block import Block
 from kvstore.buffer import KvBuffer, check_buffer
-from kvstore.errors import DaemonError, DaemonLostError, InvalidRequestError
+from kvstore.errors import DaemonError, DaemonLostError, EncryptionError, InvalidRequestError
 from kvstore.explain import Explanation
 from kvstore.identity import Identity
 from kvstore.index.embedder import Embedder
+from kvstore.keys import Keys, source_of
 from kvstore.layout import capabilities
 from kvstore.lease import Lease
 from kvstore.match import Match
@@ -48,6 +50,7 @@ from .link import Fallback, Link
 from .remote_lease import NothingLeased, RemoteLease, moved_runs
 from .remote_put import Putting
 from .service import default_socket
+from .texts import Texts
 
 Found = TypeVar("Found")
 
@@ -101,8 +104,9 @@ class RemoteStore:
             request = self._lookup(view, ids, moved, boundaries, lease=False)
             found = channel.call(request, wire.Found)
             self._asked_last = ids.copy(), found.length
-            blocks = tuple(found.blocks[: found.prefix])
-            return Match(found.length, blocks, moved_runs(found.runs, found.blocks))
+            hot = self._link.hot(channel)
+            blocks = found.blocks if hot is None else hot.seen(found.blocks)
+            return Match(found.length, tuple(blocks[: found.prefix]), moved_runs(found.runs, blocks))
 
         return self._or(
             work, lambda store: store.lookup(ids, moved=moved, boundaries=boundaries), Match(0, ())
@@ -172,7 +176,9 @@ class RemoteStore:
 
         def work(channel: Channel, view: View) -> PutResult:
             putting = Putting(channel, view, self.layout, kv, int(start), slots, self._guess(ids))
-            return putting.prefix(ids, wait)
+            result = putting.prefix(ids, wait)
+            self._has_news_to_read()
+            return result
 
         return self._or(
             work,
@@ -214,6 +220,7 @@ class RemoteStore:
         def work(channel: Channel, view: View) -> PutResult:
             putting = Putting(channel, view, self.layout, kv, 0, slots)
             results = [putting.span(ids, begin, end) for begin, end in kept]
+            self._has_news_to_read()
             return PutResult.total(results)
 
         return self._or(
@@ -239,25 +246,56 @@ class RemoteStore:
     # -- meaning ------------------------------------------------------------------------------------------------------
 
     def use_semantics(self, embedder: Embedder, text_of_tokens: TextOfTokens) -> None:
-        """Raises InvalidRequestError: a daemon embeds what it holds by itself, where it is told to."""
-        del text_of_tokens
-        raise InvalidRequestError(
-            f"embedder {embedder.digest[:16]} cannot run in the daemon; give the daemon one, or open the store here"
-        )
+        """From now on read to the daemon what its blocks of this identity say, in a thread.
+
+        The daemon has an embedder of its own, for all its clients (`kvstore serve --embedder`); `embedder` is not used.
+        Where it has none, which is logged, texts find nothing.
+        """
+        del embedder
+
+        def ask(most: int) -> wire.Wanted:
+            return self._ask_once(
+                lambda channel, view: _answered(
+                    channel, lambda n: wire.WantTexts(n, view.number, most), wire.Wanted
+                )
+            )
+
+        def tell(texts: Sequence[tuple[bytes, str]]) -> None:
+            self._ask_once(
+                lambda channel, view: channel.call(
+                    lambda n: wire.TellTexts(n, view.number, list(texts)), wire.Done
+                )
+            )
+
+        self._link.read_with(self.identity, lambda: Texts(text_of_tokens, ask, tell))
+
+    def _has_news_to_read(self) -> None:
+        if (texts := self._link.texts(self.identity)) is not None:
+            texts.wake()
 
     def neighbours(self, query: str | ArrayLike, k: int = 16) -> list[Neighbour]:
         if k < 1:
             raise InvalidRequestError(f"at least one neighbour is asked for, got k={k}")
-        text = query if isinstance(query, str) else None
-        tokens = b"" if isinstance(query, str) else _raw(checked_tokens(query))
+        reader = self._link.texts(self.identity)
+        texts = [query] if isinstance(query, str) else []
+        if not isinstance(query, str) and reader is not None:
+            ids, size = checked_tokens(query), self.block_tokens
+            texts = [reader.read(ids[at : at + size]) for at in range(0, len(ids), size)]
 
         def work(channel: Channel, view: View) -> list[Neighbour]:
-            found = _answered(
-                channel,
-                lambda n: wire.Neighbours(n, view.number, text, tokens, k),
-                list[tuple[wire.BlockRef, float]],
-            )
-            return [Neighbour(block, similarity) for block, similarity in found]
+            best: dict[bytes, Neighbour] = {}
+            for text in texts:
+                found = _answered(
+                    channel,
+                    partial(wire.Neighbours, view=view.number, text=text, tokens=b"", k=k),
+                    list[tuple[wire.BlockRef, float]],
+                )
+                for near in (Neighbour(block, similarity) for block, similarity in found):
+                    before = best.get(near.block.key)
+                    best[near.block.key] = (
+                        near if before is None or near.similarity > before.similarity else before
+                    )
+            return sorted(best.values(), key=lambda near: near.similarity, reverse=True)[:k]
 
         return self._or(work, lambda store: store.neighbours(query, k), [])
 
@@ -276,6 +314,7 @@ class RemoteStore:
 
         def work(channel: Channel, view: View) -> None:
             channel.tell(wire.Hint(wire.NO_REPLY, view.number, raw, text, name))
+            self._has_news_to_read()
 
         self._or(work, None, None)
 
@@ -336,8 +375,19 @@ class RemoteStore:
 
     def promote(self, match: Match, to: Literal["warm", "hot"] = "hot") -> None:
         self._move(match, to)
+        if to == "hot":
+            with self.lease(match) as lease:
+                if isinstance(lease, RemoteLease):
+                    lease.copies_all = True
+            if isinstance(lease, RemoteLease) and lease.hot is not None:
+                lease.hot.settled()
 
     def demote(self, match: Match) -> int:
+        def work(channel: Channel, _: View) -> None:
+            if (hot := self._link.hot(channel)) is not None:
+                hot.forget(block.key for block in match.blocks)
+
+        self._or(work, None, None)
         return self._move(match, "cold")
 
     def _move(self, match: Match, to: Literal["hot", "warm", "cold"]) -> int:
@@ -352,9 +402,14 @@ class RemoteStore:
         self._ask(lambda channel, _: channel.call(wire.Flush, wire.Done, timeout))
 
     def stats(self) -> Stats:
-        return self._ask(
-            lambda channel, view: _answered(channel, lambda n: wire.GetStats(n, view.number), Stats)
-        )
+        def work(channel: Channel, view: View) -> Stats:
+            stats = _answered(channel, lambda n: wire.GetStats(n, view.number), Stats)
+            if (hot := self._link.hot(channel)) is None:
+                return stats
+            tier, counts = hot.stats()
+            return msgspec.structs.replace(stats, hot=tier, counts=stats.counts | counts)
+
+        return self._ask(work)
 
     def snapshot(self) -> Snapshot:
         return self._ask(lambda channel, _: _answered(channel, wire.GetSnapshot, Snapshot))
@@ -408,7 +463,12 @@ class RemoteStore:
         return self._ask(work)
 
     def check(self) -> None:
-        self._ask(lambda channel, _: channel.call(wire.Check, wire.Done))
+        def work(channel: Channel, _: View) -> None:
+            channel.call(wire.Check, wire.Done)
+            if (hot := self._link.hot(channel)) is not None:
+                hot.check()
+
+        self._ask(work)
 
     def close(self) -> None:
         """Of all views, the first close counts. Waits for puts of this one."""
@@ -434,7 +494,12 @@ class RemoteStore:
 
     def _ask_once(self, work: Callable[[Channel, View], Found]) -> Found:
         channel = self._link.channel()
-        view = channel.view(self.identity)
+        try:
+            view = channel.view(self.identity, self._link.source)
+        except EncryptionError as error:
+            if self._welcome is None:
+                raise
+            raise DaemonLostError(f"the daemon has no reuse for this tenant any more: {error}") from error
         self._welcome = channel.welcome
         return work(channel, view)
 
@@ -461,17 +526,20 @@ def connect(
     *,
     identity: Identity,
     profile: Profile | None = None,
+    key: Keys | None = None,
     fallback: Fallback = "embedded",
     required: bool = False,
 ) -> RemoteStore:
     """A store of `identity` in the daemon that listens on `socket`, by default the user's own.
 
     fallback: what serves while the daemon is away: "embedded", a store of this process in memory alone, with the
-    budgets of `profile`; "none", no cache. required: raise DaemonLostError when there is no daemon now. Raises
-    BudgetError for an identity that cannot be held.
+    budgets of `profile`; "none", no cache. key: encrypts on flash what is of this identity's tenant, see `keys`; the
+    daemon keeps it in memory, until it ends or the key is dropped, and opens the tenant for nobody who has it not.
+    required: raise DaemonLostError when there is no daemon now. Raises BudgetError for an identity that cannot be held,
+    EncryptionError.
     """
     path = default_socket() if socket is None else Path(socket).expanduser()
-    link = Link(path, profile or CPU, fallback)
+    link = Link(path, profile or CPU, fallback, source_of(key))
     try:
         if required:
             link.channel()

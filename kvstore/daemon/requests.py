@@ -1,12 +1,15 @@
 """What the daemon does at each request, for the client that asks.
 
-What takes microseconds is done at once, in the loop: look-ups, leases, releases. The rest goes to threads, puts to some
-of their own, so that no explanation stands before them.
+What takes microseconds is done at once, in the loop: look-ups, leases, releases; and the copy of a put, unless it is
+a long one: a thread that copies keeps the interpreter from the loop nearly as long. The rest goes to threads, puts to
+some of their own, so that no explanation stands before them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
@@ -17,14 +20,18 @@ from kvstore.open_directory import OpenDirectory
 
 from . import wire
 from .administered import Administered
-from .answers import Answered, WithArenas, failed
+from .answers import Answered, BeforeWork, WithArenas, failed
 from .connection import Connection
+from .hot_requests import HotRequests
+from .meaning_requests import MeaningRequests
 from .other_requests import OtherRequests
 from .reading_requests import ReadingRequests
 from .shared_memory import SharedArenas
 from .writing_requests import WritingRequests
 
 _PUTS = (wire.Put, wire.PutInexact)
+
+log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -49,6 +56,8 @@ class Requests:
             self.reading.handlers
             | WritingRequests(shared).handlers
             | OtherRequests(shared, administered, loop).handlers
+            | HotRequests(shared).handlers
+            | MeaningRequests(shared).handlers
         )
 
     def carry_out(self, client: Connection, request: wire.AnyRequest) -> None:
@@ -60,6 +69,13 @@ class Requests:
             answered = failed(request, error)
         if isinstance(answered, WithArenas):
             self._give(client, request, answered)
+        elif isinstance(answered, BeforeWork):
+            self._answer(client, request, answered.reply)
+            os.sched_yield()  # the client first, where it waits for this very core
+            try:
+                answered.work()
+            except Exception:  # what was promised is not there, as after an eviction
+                log.exception("a put of client %d (%s) failed", client.pid, client.name)
         elif isinstance(answered, msgspec.Struct):
             self._answer(client, request, answered)
         elif isinstance(answered, Future):

@@ -90,7 +90,7 @@ class Server:
         elif client.uid not in (os.geteuid(), 0):
             client.refuse(f"uid {client.uid} is not the daemon's; run a daemon of your own")
 
-    def _frame_came(self, client: Connection, payload: bytes) -> None:
+    def _frame_came(self, client: Connection, payload: wire.Payload) -> None:
         if client.greeted:
             self._requests.carry_out(client, wire.request(payload))
         else:
@@ -112,6 +112,7 @@ class Server:
             self._lease_seconds,
             profile.codec,
             None if directory is None else str(directory.path),
+            not profile.shares_hot,
         )
         client.send(welcome)
 

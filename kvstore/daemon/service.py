@@ -22,8 +22,9 @@ from pathlib import Path
 
 import platformdirs
 
-from kvstore.encryption import Key
 from kvstore.errors import DaemonError, DaemonRunningError
+from kvstore.index.embedder import Embedder
+from kvstore.keys import Keys
 from kvstore.open_directory import OpenDirectory
 from kvstore.profile import CPU, Profile
 
@@ -47,13 +48,16 @@ def serve(
     socket: str | os.PathLike[str] | None = None,
     http: str | None = None,
     *,
-    key: Key | None = None,
+    key: Keys | None = None,
+    embedder: Embedder | None = None,
     lease_seconds: float = LEASE_SECONDS,
 ) -> None:
     """Serve the data directory `path` (None: memory alone) until SIGTERM or SIGINT; then lose nothing accepted.
 
     socket: where to listen, `default_socket()` by default; ignored where a service manager hands a socket over. http:
-    "host:port" of the page that shows what happens, None for none. key: encrypts what lies on flash, for all clients.
+    "host:port" of the page that shows what happens, None for none. key: encrypts what lies on flash, see `keys`.
+
+    embedder: says what texts speak of, for `hint(text=…)`; clients give the texts, see `RemoteStore.use_semantics`.
 
     Raises DaemonRunningError, DirectoryInUseError and what `kvstore.open` raises, DaemonError for a socket that cannot
     be made.
@@ -61,6 +65,7 @@ def serve(
     location = None if path is None else Path(path).expanduser()
     with _listening(Path(socket).expanduser() if socket is not None else default_socket()) as listener:
         shared = OpenDirectory(location, profile, key, walled=True)
+        shared.embedder = embedder
         before = sys.getswitchinterval()
         sys.setswitchinterval(_SWITCH_SECONDS)
         try:

@@ -165,7 +165,11 @@ class StagingMemory:
 
 
 class MappedStaging:
-    """A client's own staging memory, for writing. Takes the descriptor, and closes it."""
+    """A client's own staging memory, for writing. Takes the descriptor, and closes it.
+
+    The daemon may read what was put from it until it answers the next request. So puts take turns in two halves: the
+    reply to one says that the half of the one before is free again.
+    """
 
     def __init__(self, descriptor: int, size: int) -> None:
         try:
@@ -173,6 +177,13 @@ class MappedStaging:
         finally:
             os.close(descriptor)
         self.bytes: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
+        self.half = size // 2
+        self._turn = False
+
+    def next_half(self) -> int:
+        """The offset of the half that is free."""
+        self._turn = not self._turn
+        return self.half * self._turn
 
     def close(self) -> None:
         self.bytes = np.empty(0, np.uint8)

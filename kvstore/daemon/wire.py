@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAX_FRAME = 4 << 20
 """Bytes of the longest message: 1,000,000 tokens."""
 
@@ -26,6 +26,8 @@ NO_REPLY = 0
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 Key = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Tokens = Annotated[bytes, msgspec.Meta(max_length=MAX_FRAME)]
+Payload = bytes | memoryview
+"""One message, without its length."""
 
 
 class FrameError(ValueError):
@@ -58,6 +60,7 @@ class Welcome(Message, frozen=True, tag=1):
     """What holds for the connection.
 
     lease_seconds: a lease that the client did not use or renew for so long ends. codec: as in the profile.
+    hot_in_client: what an NPU reads cannot be shared, see `TakeHot`.
     """
 
     protocol: int
@@ -66,6 +69,7 @@ class Welcome(Message, frozen=True, tag=1):
     lease_seconds: float
     codec: str
     path: str | None
+    hot_in_client: bool = False
 
 
 class Refused(Message, frozen=True, tag=2):
@@ -78,8 +82,28 @@ class Refused(Message, frozen=True, tag=2):
 # -- what requests and replies share -----------------------------------------------------------------------------------
 
 
-class BlockRef(Message, frozen=True):
-    """A block as a client knows it; `block.HeldBlock`. `number` is good for telling blocks of one reply apart."""
+class HotRoom(Message, frozen=True):
+    """At most `arenas` pinned buffers of `arena_bytes`. The policy `eviction` says what leaves them, by the costs of
+    `device`."""
+
+    arenas: Count
+    arena_bytes: Count
+    alignment: Annotated[int, msgspec.Meta(ge=1)]
+    eviction: str
+    device: str
+
+
+class Wanted(Message, frozen=True):
+    """Blocks, by key, and their tokens. busy: there are more, but just now the embedder has enough to do. embeds: the
+    daemon has an embedder."""
+
+    blocks: list[tuple[Key, Tokens]]
+    busy: bool
+    embeds: bool
+
+
+class BlockRef(Message, frozen=True, gc=False):
+    """A block as a client knows it; `block.HeldBlock`. No other block has its number as long as the daemon lives."""
 
     number: int
     key: bytes
@@ -117,9 +141,17 @@ class Request(Message, frozen=True):
 
 
 class Open(Request, frozen=True, tag=10):
-    """Work with the KV of `identity` (`Identity.to_bytes`). Answered by `Opened`."""
+    """Work with the KV of `identity` (`Identity.to_bytes`). Answered by `Opened`.
+
+    keys: that its tenant's KV lies under on flash, none for what the daemon has for it; two while they change, the new
+    one last.
+    """
 
     identity: bytes
+    keys: Annotated[list[Key], msgspec.Meta(max_length=2)] = []
+
+    def __repr__(self) -> str:
+        return f"Open({self.id}, …)"  # keys are never shown
 
 
 class Lookup(Request, frozen=True, tag=11):
@@ -189,17 +221,19 @@ class Staging(Request, frozen=True, tag=18):
 class Put(Request, frozen=True, tag=19):
     """As `KVStore.put`: the KV of tokens[start:] lies at `offset` in the staging memory, in canonical raw form.
 
-    Answered by `Stored`.
+    It may be read after the reply, and is before the next request is answered. fresh: how many blocks of this prompt
+    come with it, in this put and those before and behind; 0 for what this one shows. Answered by `Stored`.
     """
 
     view: Count
     tokens: Tokens
     start: Count
     offset: Count
+    fresh: Count = 0
 
 
 class PutInexact(Request, frozen=True, tag=20):
-    """As `KVStore.put_inexact` for the span tokens[start:], whose KV lies as in `Put`. Answered by `Stored`."""
+    """As `KVStore.put_inexact` for the span tokens[start:], whose KV lies as in `Put`. Answered by `Stored`, then."""
 
     view: Count
     tokens: Tokens
@@ -322,6 +356,47 @@ class GetSnapshot(Request, frozen=True, tag=33):
     """What happens just now, as `kvstore.snapshot` has it. Answered by `Answer`."""
 
 
+class TakeHot(Request, frozen=True, tag=35):
+    """Memory that an NPU reads, in arenas that take a block of `block_bytes`, to have in the client's own process.
+
+    A second one replaces the first. Answered by `Answer`: `HotRoom`.
+    """
+
+    block_bytes: Count
+
+
+class KeepHot(Request, frozen=True, tag=36):
+    """The client has copies of these blocks, by the number and the key that replies gave them.
+
+    Answered by `Answer`: the numbers of those that are not held any more, whose copies have to go.
+    """
+
+    view: Count
+    numbers: list[Count]
+    keys: list[Key]
+
+
+class LeaveHot(Request, frozen=True, tag=37):
+    """Nothing lies any more in what `TakeHot` gave. Answered by `Done`."""
+
+
+class WantTexts(Request, frozen=True, tag=38):
+    """Which blocks of this identity does the daemon want to know the text of, `most` at a time? Answered by `Answer`:
+    `Wanted`."""
+
+    view: Count
+    most: Annotated[int, msgspec.Meta(ge=1, le=1024)]
+
+
+class TellTexts(Request, frozen=True, tag=39):
+    """Texts of blocks, by their keys. Answered by `Done`."""
+
+    view: Count
+    texts: Annotated[
+        list[tuple[Key, Annotated[str, msgspec.Meta(max_length=1 << 14)]]], msgspec.Meta(max_length=1024)
+    ]
+
+
 AnyRequest = (
     Open
     | Lookup
@@ -348,6 +423,11 @@ AnyRequest = (
     | GetPresence
     | Admin
     | GetSnapshot
+    | TakeHot
+    | KeepHot
+    | LeaveHot
+    | WantTexts
+    | TellTexts
 )
 
 
@@ -480,27 +560,27 @@ def frame(message: msgspec.Struct) -> bytearray:
     return packed
 
 
-def hello(payload: bytes) -> Hello:
+def hello(payload: Payload) -> Hello:
     """Raises FrameError."""
     return _decoded(_hello, payload)  # type: ignore[no-any-return]
 
 
-def request(payload: bytes) -> AnyRequest:
+def request(payload: Payload) -> AnyRequest:
     """Raises FrameError."""
     return _decoded(_request, payload)  # type: ignore[no-any-return]
 
 
-def reply(payload: bytes) -> AnyReply | Retired | Refused:
+def reply(payload: Payload) -> AnyReply | Retired | Refused:
     """Raises FrameError."""
     return _decoded(_reply, payload)  # type: ignore[no-any-return]
 
 
-def greeting(payload: bytes) -> Greeting:
+def greeting(payload: Payload) -> Greeting:
     """Raises FrameError."""
     return _decoded(_greeting, payload)  # type: ignore[no-any-return]
 
 
-def _decoded(decoder: Any, payload: bytes) -> Any:
+def _decoded(decoder: Any, payload: Payload) -> Any:
     try:
         return decoder.decode(payload)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # ValueError: text that is no UTF-8
@@ -519,19 +599,34 @@ class Frames:
         """Bytes of a frame that is not complete yet."""
         return len(self._bytes)
 
-    def feed(self, data: bytes | memoryview) -> Iterator[bytes]:
-        """The messages that `data` completes. Raises FrameError; nothing of the stream can be trusted then."""
+    def feed(self, data: bytes | memoryview) -> Iterator[Payload]:
+        """The messages that `data` completes, each good as long as `data` stays as it is.
+
+        Raises FrameError; nothing of the stream can be trusted then.
+        """
         held = self._bytes
-        held += data
         at = 0
+        if not held:  # as a rule: nothing has to be copied
+            given = memoryview(data)
+            while (end := self._end(given, at)) is not None:
+                yield given[at + HEADER : end]
+                at = end
+            held += given[at:]
+            return
+        held += data
         try:
-            while len(held) - at >= HEADER:
-                length = int.from_bytes(held[at : at + HEADER], "little")
-                if not 0 < length <= self.limit:
-                    raise FrameError(f"a frame of {length} bytes, between 1 and {self.limit} are allowed")
-                if len(held) - at < HEADER + length:
-                    return
-                at += HEADER + length
-                yield bytes(held[at - length : at])
+            while (end := self._end(held, at)) is not None:
+                begin, at = at + HEADER, end
+                yield bytes(held[begin:end])
         finally:
             del held[:at]
+
+    def _end(self, stream: bytearray | memoryview, at: int) -> int | None:
+        """Where the message that begins at `at` ends, None when it is not complete. Raises FrameError."""
+        if len(stream) - at < HEADER:
+            return None
+        length = int.from_bytes(stream[at : at + HEADER], "little")
+        if not 0 < length <= self.limit:
+            raise FrameError(f"a frame of {length} bytes, between 1 and {self.limit} are allowed")
+        end = at + HEADER + length
+        return end if end <= len(stream) else None

@@ -9,15 +9,18 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.buffer import KvBuffer
 from kvstore.errors import InvalidRequestError
 from kvstore.open_directory import OpenDirectory
-from kvstore.store import KVStore
+from kvstore.put import PutResult
+from kvstore.store import KVStore, checked_tokens
 
 from . import wire
-from .answers import Answered, Handler, Later, tokens_of, view_of
+from .answers import Answered, BeforeWork, Handler, Later, tokens_of, view_of
 from .connection import Connection
 from .staging import Grants
+
+_AT_ONCE = 8 << 20
+"""Bytes that the loop copies itself, after the reply: a millisecond or two. Handing them to a thread takes as long."""
 
 
 class WritingRequests:
@@ -48,31 +51,36 @@ class WritingRequests:
         client.send(wire.StagingGiven(request.id, memory.size), [memory.take_descriptor()])
         return None
 
-    def _put(self, client: Connection, request: wire.Put) -> Later:
-        store, tokens = view_of(client, request.view), tokens_of(request.tokens)
-        staged = self._staged(client, store, tokens, request.start, request.offset)
+    def _put(self, client: Connection, request: wire.Put) -> Answered:
+        store, ids = view_of(client, request.view), checked_tokens(tokens_of(request.tokens))
+        raw = self._staged(client, store, ids, request.start, request.offset)
+        incoming = store.accept_put(ids, request.start, fresh=request.fresh)
 
-        def work() -> msgspec.Struct:
-            return wire.Stored(request.id, *store.put(tokens, staged, request.start))
+        def copy() -> PutResult:
+            with self._shared.tiers.timings.stage("put"):
+                return incoming.copy(_Staged(store.layout.views(raw, len(ids) - request.start)), None)
 
-        return work
+        if len(raw) > _AT_ONCE or incoming.reads_flash:
+            return lambda: wire.Stored(request.id, *copy())
+        return BeforeWork(wire.Stored(request.id, *incoming.result), copy)
 
     def _put_inexact(self, client: Connection, request: wire.PutInexact) -> Later:
         store, tokens = view_of(client, request.view), tokens_of(request.tokens)
-        staged = self._staged(client, store, tokens, request.start, request.offset)
+        raw = self._staged(client, store, tokens, request.start, request.offset)
         slots = np.zeros(len(tokens), np.int64)
         slots[request.start :] = np.arange(len(tokens) - request.start)
 
         def work() -> msgspec.Struct:
             span = (request.start, len(tokens))
+            staged = _Staged(store.layout.views(raw, len(tokens) - request.start))
             return wire.Stored(request.id, *store.put_inexact(tokens, staged, [span], slots))
 
         return work
 
     def _staged(
         self, client: Connection, store: KVStore, tokens: NDArray[np.int32], start: int, offset: int
-    ) -> KvBuffer:
-        """What the client left in its staging memory, as arrays on to it."""
+    ) -> NDArray[np.uint8]:
+        """What the client left in its staging memory."""
         if not start < len(tokens):
             raise InvalidRequestError(f"start {start} must lie in the {len(tokens)} tokens given")
         given = len(tokens) - start
@@ -81,7 +89,7 @@ class WritingRequests:
         if client.staging is None or offset + nbytes > size:
             raise InvalidRequestError(f"{nbytes} bytes at {offset} of staging memory that has {size}")
         self._counts["daemon_bytes_copied"] += nbytes
-        return _Staged(store.layout.views(client.staging.bytes[offset : offset + nbytes], given))
+        return client.staging.bytes[offset : offset + nbytes]
 
     def _flush(self, client: Connection, request: wire.Flush) -> Answered:  # noqa: ARG002
         return self._shared.worker.flush()

@@ -52,7 +52,7 @@ def test_a_client_of_another_version_is_told_by_its_own_library(  # type: ignore
     from kvstore.daemon.client import Channel
 
     monkeypatch.setattr(wire, "PROTOCOL", 41)
-    with pytest.raises(DaemonError, match=r"protocol 41 is not spoken.*it speaks \[2\], this client 41"):
+    with pytest.raises(DaemonError, match=r"protocol 41 is not spoken.*it speaks \[3\], this client 41"):
         Channel(running.socket, "test")
 
 

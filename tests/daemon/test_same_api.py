@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.daemon.remote_store import RemoteStore, connect
-from tests.known_kv import identity, quiet
+from tests.known_kv import identity, quiet, small_profile
 from tests.kvstore import test_lease, test_store
 
 from .running import daemon
@@ -19,10 +19,10 @@ _NOT_HERE = {
 }
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[RemoteStore]:
+@pytest.fixture(params=[True, False], ids=["hot in the daemon", "hot in the client"])
+def store(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[RemoteStore]:
     with (
-        daemon(tmp_path / "kv") as running,
+        daemon(tmp_path / "kv", small_profile(shares_hot=request.param)) as running,
         connect(running.socket, identity=identity(), fallback="none") as made,
     ):
         assert made.is_connected

@@ -17,6 +17,8 @@ from kvstore.daemon import wire
 from kvstore.daemon.remote_lease import RemoteLease
 from kvstore.daemon.remote_store import RemoteStore, connect
 from kvstore.errors import LeaseReleasedError
+from kvstore.layout import Layout
+from kvstore.profile import Profile
 from kvstore.store import KVStore
 from tests.faults.child import Child
 from tests.known_kv import empty, identity, known_kv, load, matches, prompt, put, small_profile
@@ -118,6 +120,7 @@ def test_what_a_client_changes_in_its_staging_memory_later_changes_nothing(tmp_p
         put(store, prompt(1, 100))
         staging = store._link.channel()._staging
         assert staging is not None
+        store.stats()  # the daemon answers it once the put is copied
         staging.bytes[:] = 0xFF
         assert load(store, prompt(1, 100)) == 100
 
@@ -134,6 +137,40 @@ def test_more_than_the_staging_memory_holds_is_put_in_pieces(tmp_path: Path) -> 
         spans = [(10, 600)]
         result = store.put_inexact(prompt(2, 700), known_kv(prompt(2, 700), store.identity), spans)
         assert (result.stored, result.refused) == (590, 0)
+
+
+def test_pieces_of_a_put_leave_alone_what_the_daemon_has_yet_to_copy(tmp_path: Path) -> None:
+    """KV of one piece under the tokens of the one before: the daemon copies after its reply."""
+    owner = identity(layout=Layout.uniform(layers=4, kv_heads=4, head_dim=64, rope=None, dtype="float32"))
+    profile = Profile(warm_bytes=64 << 20, cold_bytes=0, staging_bytes=16 << 20)
+    with (
+        daemon(tmp_path / "kv", profile) as running,
+        connect(running.socket, identity=owner, fallback="none") as store,
+    ):
+        assert put(store, prompt(1, 3000)).stored == 3000
+        staging = store._link.channel()._staging
+        assert staging is not None
+        assert len(staging.bytes) == 4 << 20 < 3000 * owner.layout.token_bytes // 5
+        assert load(store, prompt(1, 3000)) == 3000
+
+
+def test_another_client_finds_what_was_put_at_once(tmp_path: Path) -> None:
+    with daemon(tmp_path / "kv") as running, connected(running) as one, connected(running) as other:
+        for which in range(20):
+            put(one, prompt(which, 40))
+            assert other.lookup(prompt(which, 40)).length == 40
+
+
+def test_staging_memory_for_a_single_block_is_enough(tmp_path: Path) -> None:
+    profile = small_profile(staging_bytes=4 * 4096)
+    with daemon(tmp_path / "kv", profile) as running, connected(running) as store:
+        for which in range(3):
+            assert put(store, prompt(which, 100)).stored == 100
+        staging = store._link.channel()._staging
+        assert staging is not None
+        assert len(staging.bytes) == 4096
+        for which in range(3):
+            assert load(store, prompt(which, 100)) == 100
 
 
 def test_staging_memory_has_a_budget_and_clients_give_it_back(tmp_path: Path) -> None:

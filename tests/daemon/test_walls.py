@@ -221,6 +221,25 @@ def test_accounts_stay_exact_whatever_tenants_do(
             lease.release()
 
 
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_all_tenants_together_have_no_more_hot_arenas_than_the_device_pins(tmp_path: Path, most: int) -> None:
+    """Each tenant had arenas of its own, whatever the profile said."""
+    profile = small_profile(hot_bytes=9 * PAGE, max_hot_arenas=most)
+    opened = OpenDirectory(tmp_path / "kv", profile, walled=True)
+    with closing(opened):
+        stores = [KVStore(opened, identity(salt=salt)) for salt in SALTS]
+        for store in stores:
+            put(store, prompt(1, 16 * 3))
+        stores[0].flush(60)
+        for turn in range(12):
+            store = stores[turn % 4]
+            store.promote(store.lookup(prompt(1, 16 * 3)))
+            assert 1 <= len(opened.tiers.hot.arenas) <= most
+            store.check()
+            assert load(store, prompt(1, 16 * 3)) == 16 * 3
+        assert opened.tiers.hot.used > 0
+
+
 # -- quotas -----------------------------------------------------------------------------------------------------------
 
 

@@ -40,6 +40,11 @@ MESSAGES: list[msgspec.Struct] = [
     wire.Admin(23, "status", b"\x80"),
     wire.GetSnapshot(24),
     wire.GetPresence(25, 1, 16, [_KEY], 1, [], False, None),
+    wire.TakeHot(26, 1 << 20),
+    wire.KeepHot(27, 1, [5], [_KEY]),
+    wire.LeaveHot(28),
+    wire.WantTexts(29, 1, 32),
+    wire.TellTexts(30, 1, [(_KEY, "what it says")]),
 ]
 """One of each request, and a greeting."""
 

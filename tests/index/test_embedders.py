@@ -16,6 +16,7 @@ from kvstore.index.embedder import EmbedderUnavailable
 from kvstore.index.errors import TokenError
 from kvstore.index.sentence_embedder import SentenceEmbedder
 from kvstore.index.token_embedder import TokenEmbedder
+from kvstore.index.word_embedder import WordEmbedder
 
 VOCAB, WIDTH = 5000, 64
 
@@ -207,3 +208,35 @@ def test_without_the_extra_the_message_says_what_to_install(
         EmbedderUnavailable, match=r"pip install 'npu-kvstore\[semantic\]', or use TokenEmbedder"
     ):
         SentenceEmbedder(tmp_path)
+
+
+class TestWordEmbedder:
+    def test_vectors_are_normalised_one_a_text_and_the_same_each_time(self) -> None:
+        texts = ["Some words, and more of them.", "other words", "12 345"]
+        vectors = WordEmbedder().embed(texts)
+        assert (vectors.shape, vectors.dtype) == ((3, WordEmbedder.dimension), np.float32)
+        assert np.linalg.norm(vectors, axis=1) == pytest.approx([1, 1, 1], abs=1e-5)
+        assert np.array_equal(WordEmbedder().embed(texts[::-1])[::-1], vectors)
+
+    def test_text_without_words_gives_zeros(self) -> None:
+        assert not WordEmbedder().embed(["", " .,;— ", "___"]).any()
+
+    def test_order_and_case_say_nothing(self) -> None:
+        one, other = WordEmbedder().embed(["The quick brown fox", "fox BROWN quick the"])
+        assert one @ other == pytest.approx(1, abs=1e-5)
+
+    def test_texts_without_a_word_in_common_are_not_alike(self) -> None:
+        one, other = WordEmbedder().embed(
+            ["flash wears out by writing", "a kitten drinks some milk near us today"]
+        )
+        assert abs(one @ other) < 0.3
+
+    def test_inflections_and_long_words_count_more_than_small_ones(self) -> None:
+        query, inflected, small = WordEmbedder().embed(
+            ["computing in the cache", "computed caches", "in the house by the sea"]
+        )
+        assert query @ inflected > query @ small + 0.1
+
+    def test_scripts_without_spaces_are_compared_by_their_characters(self) -> None:
+        query, near, far = WordEmbedder().embed(["缓存命中率", "提高缓存的命中率", "今天天气很好"])
+        assert query @ near > query @ far + 0.3

@@ -55,6 +55,17 @@ def test_what_lost_its_parent_is_forgotten_with_its_prefix(
         store.check()
 
 
+def test_a_put_takes_what_lost_its_parent_as_held(tmp_path: Path) -> None:
+    tokens = prompt(1, 70)
+    store = opened(tmp_path)
+    put(store, tokens)
+    lose(tmp_path, store, tokens, 1)
+    with opened(tmp_path) as store:
+        assert put(store, tokens) == (BLOCK, 70 - BLOCK, 0, None)
+        assert load(store, tokens) == 70
+        store.check()
+
+
 def test_orphans_of_other_prompts_stay(tmp_path: Path) -> None:
     mine, other = prompt(1, 64), prompt(2, 64)
     store = opened(tmp_path)

@@ -16,7 +16,7 @@ FOLDERS = ("kvstore", "index", "pipeline", "prefetch")
 
 _COUNTERS = {"misses", "refusals", "_refusals", "bad", "_bad"}
 _REASON_IS_FIRST = {"BadRecordError", "ForeignRecordError", "NotNowError", "_refuse"}
-_REASON_IS_SECOND = {"_survive"}
+_REASON_IS_SECOND = {"_survive", "refuse"}
 _REASON_IS_LAST = {"PutResult", "Declined"}
 _ANSWER_WITH_A_REASON = {
     "_why",
@@ -27,6 +27,7 @@ _ANSWER_WITH_A_REASON = {
     "_embed_batch",
     "_add",
     "_fill",
+    "_room",
     "_copy_held",
     "_memory",
     "_battery",

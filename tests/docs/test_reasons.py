@@ -30,6 +30,6 @@ def test_reasons_are_found_where_they_are_given() -> None:
     found = reasons()
     assert found["evicted between look-up and lease"] == "kvstore/store.py"
     assert found["frame checksum"] == "kvstore/record.py"
-    assert found["exactness"] == "kvstore/tiers.py"
+    assert found["exactness"] == "kvstore/block_record.py"
     assert "diverges at …: token … here, … in the held block" in found
     assert "bad record: …" in found

@@ -173,7 +173,9 @@ def test_folders_that_vanish_under_an_open_store(tmp_path: Path) -> None:
         store.demote(store.lookup(TOKENS))
         shutil.rmtree(tmp_path / "kv")
         assert load(store, TOKENS) == 0
-        assert store.stats().misses == {"bad record: missing": 1}
+        misses = store.stats().misses  # a second thread may have been reading the next block
+        assert set(misses) == {"bad record: missing"}
+        assert misses["bad record: missing"] in (1, 2)
         put(store, prompt(2, 60))
         assert load(store, prompt(2, 60)) == 60
         with pytest.raises(OSError, match="No such file"):

@@ -25,7 +25,7 @@ test: lint
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	rm -rf build/wheel build/installed
+	rm -rf build  # what setuptools left there of modules that have moved would be installed, too
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheel .
 	$(BIN)/python -m pip install --quiet --no-deps --target build/installed build/wheel/*.whl
 	cd build/installed && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p kvstore

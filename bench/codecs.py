@@ -25,14 +25,14 @@ from bench import texts
 from bench.report import Report, arguments
 from kvstore import codec, models
 from kvstore.codec import CODECS, Codec
-from kvstore.codec_shape import FrameShape
-from kvstore.codec_trial import CodecTrial, go_on, pass_through
-from kvstore.fidelity import FORCED, reference
+from kvstore.codec.shape import FrameShape
 from kvstore.language_model import LanguageModel
 from kvstore.layout import Dtype, Layout
 from kvstore.pipeline import kernels
 from kvstore.pipeline.kv_allocation import KvAllocation
 from kvstore.pipeline.rope import Rope
+from kvstore.quality.codec_trial import CodecTrial, go_on, pass_through
+from kvstore.quality.fidelity import FORCED, reference
 
 BLOCK = 128
 WORDS = 480

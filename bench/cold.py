@@ -36,7 +36,7 @@ from rich.progress import track
 
 from bench.cold_candidates import CANDIDATES, Candidate, DamagedError, Frames, disk_bytes, drop_page_cache
 from bench.report import Report, arguments
-from kvstore import flash_file
+from kvstore.flash import flash_file
 from kvstore.layout import Layout
 from kvstore.pipeline.rope import Rope
 from kvstore.profile import MIB, Profile

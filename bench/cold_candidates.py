@@ -21,11 +21,11 @@ import msgspec
 import numpy as np
 import xxhash
 
-from kvstore import flash_file, record
-from kvstore.cold import ColdTier
-from kvstore.cold_index import Row
 from kvstore.directory import DataDirectory
-from kvstore.flash_file import PAGE, FlashReader
+from kvstore.flash import flash_file, record
+from kvstore.flash.cold import ColdTier
+from kvstore.flash.cold_index import Row
+from kvstore.flash.flash_file import PAGE, FlashReader
 
 Frames = Sequence[memoryview]
 
@@ -73,7 +73,7 @@ class Candidate(Protocol):
 
 
 class FilePerBlock:
-    """The product: `kvstore.cold`, its records and its index."""
+    """The product: `kvstore.flash.cold`, its records and its index."""
 
     def __init__(self, folder: Path, budget: int) -> None:
         self._directory = DataDirectory(folder, _TOKENS)

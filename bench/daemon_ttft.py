@@ -20,7 +20,7 @@ from kvstore.api import Store
 from kvstore.language_model import LanguageModel
 from kvstore.pipeline.recompute import FirstTokens
 from kvstore.profile import CPU
-from kvstore.reuse import Verdict
+from kvstore.quality.reuse import Verdict
 from kvstore.session import Generation, Session
 from tests.daemon.running import daemon
 

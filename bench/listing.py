@@ -20,8 +20,8 @@ from kvstore.admin.bare_directory import BareDirectory
 from kvstore.admin.held import Held
 from kvstore.admin.listing import Order
 from kvstore.block import Block, block_key
-from kvstore.cold_index import ColdIndex
 from kvstore.directory import DataDirectory
+from kvstore.flash.cold_index import ColdIndex
 from kvstore.identity import Identity
 from kvstore.layout import Layout
 from kvstore.open_directory import OpenDirectory

@@ -14,7 +14,7 @@ prompt reuses is brought into memory before; writing in the background ends befo
 
 All run on one engine: the same graph sizes and context lengths. Time to first token (TTFT) runs from token ids to the
 first token, memory for the KV, look-up, lease and load included. Answers are compared with those of `none` as
-`kvstore.fidelity` says. Every token that was reused is compared with the prompt's.
+`kvstore.quality.fidelity` says. Every token that was reused is compared with the prompt's.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from bench.report import Report
 from bench.timed_runtime import TimedRuntime
 from bench.workloads import Request
 from kvstore import models
-from kvstore.calibrate import calibrate
 from kvstore.choice import choose, repairable
-from kvstore.fidelity import FORCED, Fidelity, Reference, fidelity, greedy, reference
 from kvstore.language_model import LAYER_GROUPS, LanguageModel
 from kvstore.pipeline.engine import StaticGraphEngine
 from kvstore.pipeline.kv_allocation import KvAllocation
 from kvstore.pipeline.onnx_runtime import OnnxRuntime
 from kvstore.pipeline.recompute import AnyRepair, Attended, FirstTokens, Nothing, WhenSure
 from kvstore.prefill import Prefilled, prefill
-from kvstore.reuse import Verdict, named
+from kvstore.quality.calibrate import calibrate
+from kvstore.quality.fidelity import FORCED, Fidelity, Reference, fidelity, greedy, reference
+from kvstore.quality.reuse import Verdict, named
 from kvstore.session import Session
 from kvstore.store import KVStore
 

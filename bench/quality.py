@@ -1,9 +1,9 @@
 """What moved reuse does to answers: each repair, over KV that was captured in each context.
 
 What stood before a passage when its KV was captured matters as much as what is computed again, so each prompt is
-answered once by full prefill, and then with every repair over each capture context (see `kvstore.trials`): closeness of
-the first token and of 16 teacher-forced ones, and which facts are still found, by task. Shares of recall are of the
-prompts that full prefill answers. `every token` is the oracle: it must give what full prefill gives.
+answered once by full prefill, and then with every repair over each capture context (see `kvstore.quality.trials`):
+closeness of the first token and of 16 teacher-forced ones, and which facts are still found, by task. Shares of recall
+are of the prompts that full prefill answers. `every token` is the oracle: it must give what full prefill gives.
 
 Figures of speed are not its matter: see bench.ttft.
 """
@@ -20,7 +20,6 @@ from rich.progress import Progress
 from bench import texts
 from bench.report import Report, arguments
 from kvstore import models
-from kvstore.calibrate import Answered, Result, answered, attempt, measurement
 from kvstore.language_model import LanguageModel
 from kvstore.pipeline.recompute import (
     AnyRepair,
@@ -31,8 +30,9 @@ from kvstore.pipeline.recompute import (
     FirstTokens,
     Nothing,
 )
-from kvstore.reuse import LEAST_RECALL, judge, named
-from kvstore.trials import CONTEXTS, TASKS, Context
+from kvstore.quality.calibrate import Answered, Result, answered, attempt, measurement
+from kvstore.quality.reuse import LEAST_RECALL, judge, named
+from kvstore.quality.trials import CONTEXTS, TASKS, Context
 
 REPAIRS: tuple[AnyRepair, ...] = (
     Nothing(),

@@ -9,8 +9,8 @@ from unittest import mock
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore import record
-from kvstore.flash_file import FlashReader
+from kvstore.flash import record
+from kvstore.flash.flash_file import FlashReader
 from kvstore.pipeline.simulated import SimulatedFlash
 
 

@@ -18,14 +18,14 @@ import numpy as np
 from rich.console import Console
 
 from bench.report import Report, arguments
-from kvstore import top
 from kvstore.identity import Identity
 from kvstore.layout import Layout
-from kvstore.metrics import exposition
 from kvstore.pipeline.rope import Rope
 from kvstore.profile import Profile
 from kvstore.store import KVStore, open_store
-from kvstore.timings import Timings
+from kvstore.watch import top
+from kvstore.watch.metrics import exposition
+from kvstore.watch.timings import Timings
 
 BLOCK = 16
 PROMPT = 20 * BLOCK

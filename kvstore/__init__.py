@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from .api import Store as Store
     from .daemon.remote_store import RemoteStore as RemoteStore
     from .daemon.remote_store import connect as connect
-    from .encryption import Key as Key
     from .errors import KVStoreError as KVStoreError
+    from .flash.encryption import Key as Key
+    from .flash.keys import KeyFile as KeyFile
+    from .flash.keys import Keyring as Keyring
     from .identity import Adapter as Adapter
     from .identity import Identity as Identity
-    from .keys import KeyFile as KeyFile
-    from .keys import Keyring as Keyring
     from .layout import Layout as Layout
     from .lease import Lease as Lease
     from .match import Match as Match
@@ -34,9 +34,9 @@ _HOMES = {
     "Adapter": "identity",
     "connect": "daemon.remote_store",
     "Identity": "identity",
-    "Key": "encryption",
-    "KeyFile": "keys",
-    "Keyring": "keys",
+    "Key": "flash.encryption",
+    "KeyFile": "flash.keys",
+    "Keyring": "flash.keys",
     "KVStore": "store",
     "KVStoreError": "errors",
     "Layout": "layout",

@@ -22,10 +22,10 @@ from .lease import Lease
 from .match import Match
 from .presence import Presence
 from .put import PutResult
-from .reuse import Policy, Verdict
+from .quality.reuse import Policy, Verdict
 from .semantics import Neighbour, TextOfTokens
-from .snapshot import Snapshot
-from .stats import Stats
+from .watch.snapshot import Snapshot
+from .watch.stats import Stats
 
 
 class Store(Protocol):

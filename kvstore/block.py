@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from .arena import Extent
+from .tiers.arena import Extent
 
 if TYPE_CHECKING:
-    from .memory import MemoryTier
     from .namespace import Namespace
+    from .tiers.memory import MemoryTier
 
 KEY_BYTES = 32
 

@@ -33,7 +33,7 @@ from kvstore.prefetch.eviction import POLICIES
 
 from .codec import Codec
 from .errors import BudgetError, KVStoreError
-from .keys import KeyFile, Keyring, KeySource
+from .flash.keys import KeyFile, Keyring, KeySource
 from .profile import PROFILES, Profile
 
 log = logging.getLogger(__name__)

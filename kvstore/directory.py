@@ -22,9 +22,9 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from .ciphers import Ciphers
-from .encryption import Cipher
 from .errors import DirectoryInUseError, DirectoryUnusableError, FormatMismatchError
+from .flash.ciphers import Ciphers
+from .flash.encryption import Cipher
 
 FORMAT = 1
 

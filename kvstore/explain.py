@@ -19,8 +19,8 @@ from .flash_choice import against_flash
 from .identity import Identity
 from .moved import SHORTEST, MovedRun
 from .namespace import Namespace
-from .reuse import Policy, Verdict, named
-from .tiers import Tiers
+from .quality.reuse import Policy, Verdict, named
+from .tiers.tiers import Tiers
 
 _SHORTEST_NOTED = SHORTEST // 2
 """Shorter coincidences with what is held say nothing."""

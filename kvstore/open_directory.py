@@ -11,18 +11,18 @@ import msgspec
 
 from kvstore.index.embedder import Embedder
 
-from .ciphers import Ciphers
-from .cold_index import Row
 from .directory import DataDirectory
-from .encryption import Key
+from .flash.ciphers import Ciphers
+from .flash.cold_index import Row
+from .flash.encryption import Key
+from .flash.keys import Keys, source_of
+from .flash.write_behind import WriteBehind
 from .identity import Identity, IdentityError
-from .keys import Keys, source_of
 from .prefetching import Prefetching
 from .profile import Profile
 from .put_later import LaterPuts
-from .reuse import Verdict
-from .tiers import Tiers
-from .write_behind import WriteBehind
+from .quality.reuse import Verdict
+from .tiers.tiers import Tiers
 
 _IO_THREADS = 2
 

@@ -9,8 +9,8 @@ from typing import Literal, overload
 
 from .api import Store
 from .errors import DaemonLostError
+from .flash.keys import Keys
 from .identity import Identity
-from .keys import Keys
 from .profile import CPU, Profile
 from .store import KVStore, open_store
 

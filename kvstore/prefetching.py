@@ -23,11 +23,11 @@ from kvstore.prefetch.prefetcher import Prefetcher, Usefulness
 from kvstore.prefetch.pressure import Pressure
 
 from .block import Block, Residence, own_blocks
+from .flash.record import BadRecordError, RecordReader
 from .match import Match
 from .namespace import Namespace
 from .presence import Presence, State, Stretch
-from .record import BadRecordError, RecordReader
-from .tiers import Tiers
+from .tiers.tiers import Tiers
 
 log = logging.getLogger(__name__)
 

@@ -16,10 +16,10 @@ from kvstore.pipeline import kernels
 from .block import Block, Residence, block_key
 from .buffer import KvBuffer
 from .errors import StoreClosedError
+from .flash.record import BadRecordError
 from .namespace import ROOT_KEY, Namespace
-from .quotas import TENANT_QUOTA
-from .record import BadRecordError
-from .tiers import Tiers
+from .tiers.quotas import TENANT_QUOTA
+from .tiers.tiers import Tiers
 
 _CONTEXT = 256  # tokens before a span that tell its capture from others of the same tokens
 

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .block import Block, HeldBlock, Residence
-from .record import BadRecordError, RecordReader
-from .tiers import Tiers
+from .flash.record import BadRecordError, RecordReader
+from .tiers.tiers import Tiers
 
 log = logging.getLogger(__name__)
 

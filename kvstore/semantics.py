@@ -20,8 +20,8 @@ from kvstore.index.embedder import Embedder
 
 if TYPE_CHECKING:
     from .block import Block, HeldBlock
-    from .ciphers import Sealer
-    from .tiers import Tiers
+    from .flash.ciphers import Sealer
+    from .tiers.tiers import Tiers
 
 TextOfTokens = Callable[[NDArray[np.int32]], str]
 """The text of token ids int32 [n]; called from a background thread, too."""

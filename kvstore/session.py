@@ -25,7 +25,7 @@ from .identity import Identity
 from .layout import Layout
 from .prefill import Prefilled, prefill
 from .put import PutResult
-from .reuse import Policy
+from .quality.reuse import Policy
 
 
 class Generation(msgspec.Struct, frozen=True):

@@ -33,11 +33,11 @@ from . import explain as explanation
 from .block import Block, block_key, own_blocks
 from .buffer import KvBuffer, check_buffer
 from .codec import CODECS
-from .encryption import Key
 from .errors import BudgetError, InvalidRequestError, InvalidTokensError, StoreClosedError
+from .flash.encryption import Key
+from .flash.keys import Keys
 from .identity import Identity
 from .invalidation import all_of, forget_vectors, made_with, starting_with, unused_for
-from .keys import Keys
 from .layout import capabilities
 from .lease import Lease
 from .match import Match as Match
@@ -47,12 +47,12 @@ from .open_directory import OpenDirectory
 from .presence import Presence
 from .profile import CPU, Profile
 from .put import Incoming, PutResult
-from .reuse import NOT_MEASURED, Policy, Verdict
+from .quality.reuse import NOT_MEASURED, Policy, Verdict
 from .semantics import Neighbour, Semantics, TextOfTokens
-from .snapshot import Snapshot, snapshot
-from .stats import Stats, collect
 from .store_lease import StoreLease
-from .timings import microseconds
+from .watch.snapshot import Snapshot, snapshot
+from .watch.stats import Stats, collect
+from .watch.timings import microseconds
 
 EXACT_ONLY = "layout permits exact reuse only"
 

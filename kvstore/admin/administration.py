@@ -19,17 +19,17 @@ from numpy.typing import NDArray
 from kvstore.block import Block
 from kvstore.errors import InvalidRequestError
 from kvstore.explain import Explanation
+from kvstore.flash.record import BadRecordError
 from kvstore.identity import Identity
 from kvstore.invalidation import all_of, forget_vectors, unused_for
 from kvstore.layout import capabilities
 from kvstore.namespace import Namespace
 from kvstore.open_directory import OpenDirectory
-from kvstore.pins import Pin
 from kvstore.pipeline.schedule import CallCosts
-from kvstore.record import BadRecordError
-from kvstore.reuse import Policy
-from kvstore.stats import TierStats
+from kvstore.quality.reuse import Policy
 from kvstore.store import KVStore
+from kvstore.tiers.pins import Pin
+from kvstore.watch.stats import TierStats
 
 from . import entry as entries
 from . import gc as garbage

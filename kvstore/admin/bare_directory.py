@@ -16,19 +16,20 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kvstore import cold_index, pins
-from kvstore.ciphers import Ciphers
-from kvstore.cold_index import Row
 from kvstore.directory import FORMAT, SCRATCH, find_record, record_name
-from kvstore.encryption import Cipher
 from kvstore.errors import DirectoryUnusableError, FormatMismatchError
+from kvstore.flash import cold_index
+from kvstore.flash.ciphers import Ciphers
+from kvstore.flash.cold_index import Row
+from kvstore.flash.encryption import Cipher
+from kvstore.flash.keys import Keys, source_of
+from kvstore.flash.record import BadRecordError, RecordReader
 from kvstore.identity import Identity
-from kvstore.keys import Keys, source_of
 from kvstore.pipeline.schedule import CallCosts
 from kvstore.profile import Profile
-from kvstore.record import BadRecordError, RecordReader
-from kvstore.reuse import Policy, Verdict
-from kvstore.stats import TierStats
+from kvstore.quality.reuse import Policy, Verdict
+from kvstore.tiers import pins
+from kvstore.watch.stats import TierStats
 
 from . import entry as entries
 from .directory_check import owner

@@ -21,18 +21,19 @@ import msgspec
 import numpy as np
 import xxhash
 
-from kvstore import cold_index, pins, write_budget
 from kvstore.block import block_key
-from kvstore.ciphers import Ciphers
-from kvstore.cold_index import Row, row_bytes
 from kvstore.directory import FORMAT, SCRATCH, find_record, is_part, record_name
-from kvstore.encryption import AlteredError, Cipher, OtherKeyError
 from kvstore.errors import DirectoryUnusableError
+from kvstore.flash import cold_index, write_budget
+from kvstore.flash.ciphers import Ciphers
+from kvstore.flash.cold_index import Row, row_bytes
+from kvstore.flash.encryption import AlteredError, Cipher, OtherKeyError
+from kvstore.flash.record import Header, NotNowError
 from kvstore.identity import Identity, IdentityError
 from kvstore.layout import capabilities
 from kvstore.namespace import ROOT_KEY
-from kvstore.record import Header, NotNowError
-from kvstore.reuse import Verdict
+from kvstore.quality.reuse import Verdict
+from kvstore.tiers import pins
 
 from .fault import Fault, Kind
 from .record_check import LOST, check_record, misfit

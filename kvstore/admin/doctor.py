@@ -162,7 +162,7 @@ def _flash_speed(folder: Path) -> tuple[float, float]:
     """Bytes a second, written and read past the page cache."""
     import numpy as np
 
-    from kvstore.flash_file import FlashReader, sync, write
+    from kvstore.flash.flash_file import FlashReader, sync, write
 
     data = np.random.default_rng(0).integers(0, 256, _PROBE, np.uint8)
     descriptor, name = tempfile.mkstemp(prefix="kvstore-doctor-", dir=folder)

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.block import Block
-from kvstore.cold_index import Row
 from kvstore.errors import InvalidRequestError
+from kvstore.flash.cold_index import Row
 from kvstore.identity import Identity
 
 

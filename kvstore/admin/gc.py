@@ -9,7 +9,7 @@ import numpy as np
 
 from kvstore.identity import FORMAT_VERSION, Identity
 from kvstore.open_directory import OpenDirectory
-from kvstore.pins import Pin
+from kvstore.tiers.pins import Pin
 
 
 class Garbage(msgspec.Struct, frozen=True):

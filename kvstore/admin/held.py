@@ -11,13 +11,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.ciphers import Ciphers
 from kvstore.errors import InvalidRequestError, InvalidTokensError
 from kvstore.explain import Explanation
+from kvstore.flash.ciphers import Ciphers
 from kvstore.identity import Identity
 from kvstore.index.tokens import token_ids
 from kvstore.pipeline.schedule import CallCosts
-from kvstore.reuse import Policy
+from kvstore.quality.reuse import Policy
 
 from . import explained, portable
 from . import show as showing

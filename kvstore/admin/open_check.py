@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import numpy as np
 
 from kvstore.block import Block
+from kvstore.flash.record import BadRecordError, NotNowError
 from kvstore.identity import Identity
 from kvstore.open_directory import OpenDirectory
-from kvstore.record import BadRecordError, NotNowError
 
 from .fault import Fault, Verified
 from .record_check import LOST, check_record, misfit

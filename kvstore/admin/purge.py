@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 
 from kvstore.block import Block
 from kvstore.errors import InvalidRequestError
-from kvstore.hand_over import wipe_free
 from kvstore.identity import Identity
 from kvstore.index.windows import WindowHash
 from kvstore.invalidation import starting_with
 from kvstore.layout import capabilities
 from kvstore.namespace import Namespace
 from kvstore.open_directory import OpenDirectory
-from kvstore.tiers import Tiers
+from kvstore.tiers.hand_over import wipe_free
+from kvstore.tiers.tiers import Tiers
 
 from .entry import tenant_of
 

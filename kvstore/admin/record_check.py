@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.block import KEY_BYTES, block_key
-from kvstore.ciphers import Ciphers
 from kvstore.directory import record_name
+from kvstore.flash.ciphers import Ciphers
+from kvstore.flash.record import BadRecordError, ForeignRecordError, Header, RecordReader
 from kvstore.identity import Identity
 from kvstore.layout import Layout, capabilities
 from kvstore.namespace import ROOT_KEY
-from kvstore.record import BadRecordError, ForeignRecordError, Header, RecordReader
 
 from .entry import Entry
 from .fault import Kind

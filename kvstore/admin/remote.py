@@ -9,7 +9,7 @@ import msgspec
 
 from kvstore.daemon import wire
 from kvstore.daemon.client import Channel
-from kvstore.snapshot import Snapshot
+from kvstore.watch.snapshot import Snapshot
 
 from .administration import VERBS, returns
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import msgspec
 
-from kvstore import cold_index
-from kvstore.ciphers import Ciphers
-from kvstore.cold import ColdTier
 from kvstore.directory import DataDirectory, take_lock, write_format
 from kvstore.errors import DirectoryUnusableError
+from kvstore.flash import cold_index
+from kvstore.flash.ciphers import Ciphers
+from kvstore.flash.cold import ColdTier
 
 from .directory_check import Checked, check_directory, is_block_size
 from .fault import Fault, Kind

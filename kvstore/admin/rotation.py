@@ -18,15 +18,16 @@ import msgspec
 import numpy as np
 import xxhash
 
-from kvstore import cold_index, flash_file, pins, record
 from kvstore.block import Block
-from kvstore.cold import ColdTier
 from kvstore.directory import SCRATCH, DataDirectory, record_name
-from kvstore.encryption import AlteredError, Cipher, OtherKeyError
 from kvstore.errors import BudgetError, EncryptionError
+from kvstore.flash import cold_index, flash_file, record
+from kvstore.flash.cold import ColdTier
+from kvstore.flash.encryption import AlteredError, Cipher, OtherKeyError
+from kvstore.flash.record import BadRecordError, Header, NotNowError, RecordReader
 from kvstore.open_directory import OpenDirectory
-from kvstore.quotas import on_flash
-from kvstore.record import BadRecordError, Header, NotNowError, RecordReader
+from kvstore.tiers import pins
+from kvstore.tiers.quotas import on_flash
 
 _GROUP = 8  # records between two turns of those that are put meanwhile
 _VECTORS_DIGEST = 16  # bytes before the content, see `index.vector_file`

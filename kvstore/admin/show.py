@@ -8,9 +8,9 @@ from typing import Literal
 
 import msgspec
 
-from kvstore.ciphers import Ciphers
+from kvstore.flash.ciphers import Ciphers
+from kvstore.flash.record import BadRecordError, RecordReader
 from kvstore.identity import Identity
-from kvstore.record import BadRecordError, RecordReader
 
 from .entry import BlockRow, Entry, path_to, row_of
 

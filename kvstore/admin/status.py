@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from kvstore.identity import Identity
-from kvstore.pins import Pin
-from kvstore.stats import TierStats
+from kvstore.tiers.pins import Pin
+from kvstore.watch.stats import TierStats
 
 from .entry import Entry, tenant_of
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvstore.ciphers import Ciphers
-from kvstore.keys import Keys, source_of
+from kvstore.flash.ciphers import Ciphers
+from kvstore.flash.keys import Keys, source_of
 
 from .directory_check import check_directory, owner
 from .fault import Verified

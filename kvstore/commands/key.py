@@ -29,7 +29,7 @@ Tenant = Annotated[
 
 def new(key_file: KeyFilePath = None, config: ConfigFile = None) -> None:
     """Make a file for keys: each tenant that comes gets one. `rotate` encrypts what is there already."""
-    from kvstore.keys import KeyFile
+    from kvstore.flash.keys import KeyFile
 
     source = Target(None, None, config, key_file).config.key()
     if source is None:

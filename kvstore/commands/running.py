@@ -68,7 +68,8 @@ def serve(
     }
     loaded = load(config, flags)
     device, key, embeds = loaded.device(), loaded.key(), loaded.embedder()
-    from kvstore import daemon, logs
+    from kvstore import daemon
+    from kvstore.watch import logs
 
     logs.configure(loaded.settings.log_level, loaded.settings.log_format)
     loaded.directory.parent.mkdir(parents=True, exist_ok=True)
@@ -91,7 +92,7 @@ def top(
         if json:
             output.json(source())
             return
-        from kvstore import top as view
+        from kvstore.watch import top as view
 
         view.run(source, interval, once)
     finally:
@@ -118,9 +119,9 @@ def calibrate(
 ) -> None:
     """Measure what graph calls cost here, and which repair of moved KV this model's answers bear."""
     target = Target(dir, None, config)
-    from kvstore import calibrate as calibration
     from kvstore.language_model import LanguageModel
-    from kvstore.reuse import named
+    from kvstore.quality import calibrate as calibration
+    from kvstore.quality.reuse import named
     from kvstore.store import open_store
 
     opened = LanguageModel(model)

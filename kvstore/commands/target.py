@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvstore.admin.fault import Verified
     from kvstore.admin.held import Held
     from kvstore.config import Config
-    from kvstore.keys import KeySource
+    from kvstore.flash.keys import KeySource
     from kvstore.profile import Profile
 
 _SPARE = 1 << 30  # bytes

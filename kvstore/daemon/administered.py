@@ -36,5 +36,5 @@ class Administered:
 
     def snapshot(self) -> bytes:
         """What happens just now, in msgpack."""
-        found = import_module("kvstore.snapshot").snapshot(self._shared)
+        found = import_module("kvstore.watch.snapshot").snapshot(self._shared)
         return msgspec.msgpack.encode(found)

@@ -23,8 +23,8 @@ import msgspec
 
 from kvstore import errors
 from kvstore.errors import DaemonError, DaemonLostError
+from kvstore.flash.keys import KeySource, secrets_of
 from kvstore.identity import Identity
-from kvstore.keys import KeySource, secrets_of
 
 from . import wire
 from .shared_memory import MappedArenas, MappedStaging

@@ -33,14 +33,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.arena import Extent
 from kvstore.block import HeldBlock
 from kvstore.errors import DaemonError
-from kvstore.memory import MemoryTier
 from kvstore.prefetch.cost import DEVICES
 from kvstore.prefetch.eviction import POLICIES
 from kvstore.prefetch.policy import Facts, Policy
-from kvstore.stats import TierStats
+from kvstore.tiers.arena import Extent
+from kvstore.tiers.memory import MemoryTier
+from kvstore.watch.stats import TierStats
 
 from . import wire
 from .client import Channel

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvstore.errors import DaemonError, DaemonLostError, StoreClosedError
+from kvstore.flash.keys import KeySource
 from kvstore.identity import Identity
-from kvstore.keys import KeySource
 from kvstore.profile import Profile
 from kvstore.store import KVStore, open_store
 

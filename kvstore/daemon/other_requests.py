@@ -7,13 +7,13 @@ import os
 
 import msgspec
 
-from kvstore.encryption import Key
 from kvstore.errors import BudgetError, InvalidRequestError
+from kvstore.flash.encryption import Key
 from kvstore.identity import Identity
 from kvstore.match import Match
 from kvstore.open_directory import OpenDirectory
 from kvstore.pipeline.schedule import CallCosts
-from kvstore.reuse import Verdict
+from kvstore.quality.reuse import Verdict
 from kvstore.store import KVStore
 
 from . import wire

@@ -26,9 +26,9 @@ from kvstore.block import Block
 from kvstore.buffer import KvBuffer, check_buffer
 from kvstore.errors import DaemonError, DaemonLostError, EncryptionError, InvalidRequestError
 from kvstore.explain import Explanation
+from kvstore.flash.keys import Keys, source_of
 from kvstore.identity import Identity
 from kvstore.index.embedder import Embedder
-from kvstore.keys import Keys, source_of
 from kvstore.layout import capabilities
 from kvstore.lease import Lease
 from kvstore.match import Match
@@ -38,11 +38,11 @@ from kvstore.presence import Presence
 from kvstore.profile import CPU, Profile
 from kvstore.put import PutResult
 from kvstore.put_later import LaterPuts
-from kvstore.reuse import NOT_MEASURED, Policy, Verdict
+from kvstore.quality.reuse import NOT_MEASURED, Policy, Verdict
 from kvstore.semantics import Neighbour, TextOfTokens
-from kvstore.snapshot import Snapshot
-from kvstore.stats import Stats
 from kvstore.store import KVStore, check_spans, check_start, checked_tokens
+from kvstore.watch.snapshot import Snapshot
+from kvstore.watch.stats import Stats
 
 from . import wire
 from .client import PATIENCE, Channel, View

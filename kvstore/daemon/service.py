@@ -23,8 +23,8 @@ from pathlib import Path
 import platformdirs
 
 from kvstore.errors import DaemonError, DaemonRunningError
+from kvstore.flash.keys import Keys
 from kvstore.index.embedder import Embedder
-from kvstore.keys import Keys
 from kvstore.open_directory import OpenDirectory
 from kvstore.profile import CPU, Profile
 

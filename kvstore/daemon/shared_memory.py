@@ -19,9 +19,9 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.arena import Arena, shared_file
 from kvstore.block import Residence
-from kvstore.tiers import Tiers
+from kvstore.tiers.arena import Arena, shared_file
+from kvstore.tiers.tiers import Tiers
 
 from . import wire
 

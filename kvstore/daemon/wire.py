@@ -353,7 +353,7 @@ class Admin(Request, frozen=True, tag=32):
 
 
 class GetSnapshot(Request, frozen=True, tag=33):
-    """What happens just now, as `kvstore.snapshot` has it. Answered by `Answer`."""
+    """What happens just now, as `kvstore.watch.snapshot` has it. Answered by `Answer`."""
 
 
 class TakeHot(Request, frozen=True, tag=35):

@@ -5,7 +5,7 @@
 
     /                the page: one file, which loads nothing from elsewhere
     /snapshot.json   a `Snapshot`
-    /metrics         OpenMetrics or Prometheus text, see `kvstore.metrics`
+    /metrics         OpenMetrics or Prometheus text, see `kvstore.watch.metrics`
 
 `grafana.json` beside this file is a dashboard for the metrics.
 """

@@ -18,7 +18,7 @@ import msgspec
 
 from kvstore.errors import InvalidRequestError
 from kvstore.open_directory import OpenDirectory
-from kvstore.snapshot import Snapshot, snapshot
+from kvstore.watch.snapshot import Snapshot, snapshot
 
 PORT = 9464
 """Where scrapers look for a process's own metrics, by the port registry of Prometheus."""
@@ -141,7 +141,7 @@ class HttpServer:
             case "/metrics":
                 if find_spec("prometheus_client") is None:
                     return _answer("501 Not Implemented", b"pip install 'npu-kvstore[metrics]'\n")
-                from kvstore.metrics import exposition
+                from kvstore.watch.metrics import exposition
 
                 return _answer("200 OK", *exposition(self._source, request.accept))
         return _answer("404 Not Found", b"try /, /snapshot.json or /metrics\n")

@@ -12,11 +12,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvstore import cold_index
-from kvstore.cold_index import ColdIndex, Row
+from kvstore.flash import cold_index
+from kvstore.flash.cold_index import ColdIndex, Row
+from kvstore.flash.record import Header, RecordReader, assemble
 from kvstore.index import vector_file
-from kvstore.record import Header, RecordReader, assemble
-from kvstore.reuse import Verdict
+from kvstore.quality.reuse import Verdict
 from kvstore.store import open_store
 from tests.known_kv import identity, known_kv, prompt, put, small_profile
 

@@ -12,7 +12,7 @@ from bench.report import Report
 from bench.texts import Question
 from bench.workloads import Request
 from kvstore.pipeline.recompute import Attended, FirstTokens
-from kvstore.reuse import Verdict
+from kvstore.quality.reuse import Verdict
 from tests.tiny_models import write_tiny_gguf
 
 _PASSAGES = [

@@ -13,7 +13,7 @@ from bench.quality import REPAIRS, measure, report_quality
 from bench.report import Report
 from kvstore.language_model import LanguageModel
 from kvstore.pipeline.engine import StaticGraphEngine
-from kvstore.trials import CONTEXTS
+from kvstore.quality.trials import CONTEXTS
 from tests.tiny_models import write_tiny_gguf
 
 

@@ -21,9 +21,9 @@ from kvstore.admin.administration import Administration
 from kvstore.admin.remote import connected as administered
 from kvstore.daemon import wire
 from kvstore.daemon.remote_store import RemoteStore, connect
-from kvstore.memory import MemoryTier
 from kvstore.open_directory import OpenDirectory
 from kvstore.store import KVStore
+from kvstore.tiers.memory import MemoryTier
 from tests.faults.child import Child
 from tests.known_kv import identity, known_kv, load, prompt, put, quiet, small_profile
 

@@ -29,7 +29,7 @@ def test_every_reason_on_the_page_is_in_the_code() -> None:
 def test_reasons_are_found_where_they_are_given() -> None:
     found = reasons()
     assert found["evicted between look-up and lease"] == "kvstore/store.py"
-    assert found["frame checksum"] == "kvstore/record.py"
-    assert found["exactness"] == "kvstore/block_record.py"
+    assert found["frame checksum"] == "kvstore/flash/record.py"
+    assert found["exactness"] == "kvstore/tiers/block_record.py"
     assert "diverges at …: token … here, … in the held block" in found
     assert "bad record: …" in found

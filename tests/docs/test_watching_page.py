@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from kvstore.metrics import Metrics
 from kvstore.store import open_store
+from kvstore.watch.metrics import Metrics
 from tests.known_kv import identity, prompt, put, small_profile
 
 PAGE = (Path(__file__).parents[2] / "docs" / "watching.md").read_text(encoding="utf-8")

@@ -14,7 +14,7 @@ from kvstore.pipeline.engine import StaticGraphEngine
 from kvstore.pipeline.recompute import Attended, Everything, FirstTokens
 from kvstore.prefetch.load_or_recompute import Decision
 from kvstore.prefill import prefill
-from kvstore.reuse import Verdict
+from kvstore.quality.reuse import Verdict
 from kvstore.session import Session, identity_of
 from kvstore.store import KVStore
 from tests.tiny_models import write_tiny_gguf

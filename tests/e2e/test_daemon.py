@@ -10,7 +10,7 @@ import pytest
 import kvstore
 from kvstore.pipeline.engine import StaticGraphEngine
 from kvstore.pipeline.recompute import Attended, FirstTokens
-from kvstore.reuse import Verdict
+from kvstore.quality.reuse import Verdict
 from kvstore.session import Session, identity_of
 from tests.daemon.running import Daemon, daemon
 from tests.tiny_models import write_tiny_gguf

@@ -16,7 +16,7 @@ import kvstore
 from kvstore.explain import Explanation
 from kvstore.pipeline.engine import StaticGraphEngine
 from kvstore.pipeline.recompute import AnyRepair, Attended, Both, FirstTokens, Nothing
-from kvstore.reuse import Measurement, Policy, Verdict
+from kvstore.quality.reuse import Measurement, Policy, Verdict
 from kvstore.session import Session, identity_of
 from tests.tiny_models import write_tiny_gguf
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 import kvstore
 from kvstore.codec import Codec
 from kvstore.pipeline.engine import StaticGraphEngine
-from kvstore.reuse import Policy, Verdict
+from kvstore.quality.reuse import Policy, Verdict
 from kvstore.session import Session, identity_of
 from kvstore.store import KVStore
 from tests.tiny_models import write_tiny_gguf

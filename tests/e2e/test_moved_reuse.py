@@ -12,7 +12,7 @@ import kvstore
 from kvstore.pipeline.engine import StaticGraphEngine
 from kvstore.pipeline.recompute import AnyRepair, Attended, Both, Everything, FirstTokens, Nothing, WhenSure
 from kvstore.prefill import prefill
-from kvstore.reuse import Policy, Verdict
+from kvstore.quality.reuse import Policy, Verdict
 from kvstore.session import Session, identity_of
 from tests.tiny_models import write_tiny_gguf
 

@@ -27,7 +27,7 @@ from kvstore.pipeline.kv_allocation import KvAllocation
 from kvstore.pipeline.onnx_runtime import OnnxRuntime
 from kvstore.pipeline.recompute import Attended, FirstTokens
 from kvstore.pipeline.runtime import Binding, CompiledGraph, Tensors
-from kvstore.reuse import Policy, Verdict
+from kvstore.quality.reuse import Policy, Verdict
 from kvstore.session import Session, identity_of
 from kvstore.store import KVStore
 from tests.tiny_models import write_tiny_gguf

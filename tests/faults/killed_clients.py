@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from kvstore.daemon.remote_store import RemoteStore, connect
-from kvstore.stats import Stats
+from kvstore.watch.stats import Stats
 from tests.daemon.running import Daemon, descriptors
 from tests.known_kv import empty, identity, load, prompt, put, small_profile
 

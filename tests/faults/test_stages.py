@@ -18,13 +18,14 @@ from numpy.typing import NDArray
 
 import kvstore
 from bench.simulated_device import reads_take
-from kvstore import flash_file, load, record
-from kvstore.flash_file import FlashReader
+from kvstore import load
+from kvstore.flash import flash_file, record
+from kvstore.flash.flash_file import FlashReader
+from kvstore.flash.record import BadRecordError, RecordReader
 from kvstore.pipeline.engine import StaticGraphEngine
 from kvstore.pipeline.recompute import AnyRepair, Everything
 from kvstore.pipeline.simulated import SimulatedFlash
 from kvstore.prefill import Prefilled, prefill
-from kvstore.record import BadRecordError, RecordReader
 from kvstore.session import identity_of
 from kvstore.store import KVStore
 from tests.tiny_models import write_tiny_gguf

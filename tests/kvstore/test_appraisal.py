@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.appraisal import Appraisal
 from kvstore.prefetch.cost import DEVICES
 from kvstore.prefetch.load_or_recompute import Throughput
 from kvstore.store import open_store
+from kvstore.tiers.appraisal import Appraisal
 from tests.known_kv import identity, prompt, put, small_profile
 
 MID = DEVICES["mid"]

@@ -6,15 +6,15 @@ import msgspec
 import pytest
 
 import kvstore
-from kvstore.calibrate import Answered, answered, attempt, calibrate, closeness, measurement
-from kvstore.fidelity import FORCED, answer_of_reuse, fidelity, greedy
 from kvstore.language_model import LanguageModel
 from kvstore.pipeline.engine import StaticGraphEngine
 from kvstore.pipeline.recompute import AnyRepair, Attended, Deviating, Everything, FirstTokens, Nothing
 from kvstore.prefill import prefill
-from kvstore.reuse import Measurement, judge
+from kvstore.quality.calibrate import Answered, answered, attempt, calibrate, closeness, measurement
+from kvstore.quality.fidelity import FORCED, answer_of_reuse, fidelity, greedy
+from kvstore.quality.reuse import Measurement, judge
+from kvstore.quality.trials import CONTEXTS
 from kvstore.session import Session
-from kvstore.trials import CONTEXTS
 from tests.tiny_models import write_tiny_gguf
 
 TOKENS = 600  # nearly a byte each here

@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvstore import codec, record
+from kvstore import codec
 from kvstore.codec import Codec
-from kvstore.codec_grid import EXACT_TOKENS
-from kvstore.codec_shape import FrameShape
+from kvstore.codec.grid import EXACT_TOKENS
+from kvstore.codec.shape import FrameShape
+from kvstore.flash import record
 from kvstore.layout import LayerLayout, Layout
 from kvstore.pipeline import kernels
 from kvstore.pipeline.rope import DynamicNtk, Rope

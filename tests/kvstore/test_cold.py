@@ -14,12 +14,12 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvstore import flash_file, record
 from kvstore.errors import BudgetError
-from kvstore.flash_file import PAGE, FlashReader
+from kvstore.flash import flash_file, record
+from kvstore.flash.flash_file import PAGE, FlashReader
+from kvstore.flash.write_budget import WriteBudget
 from kvstore.profile import Profile
 from kvstore.store import open_store
-from kvstore.write_budget import WriteBudget
 from tests.faults.child import Child
 from tests.known_kv import identity, load, prompt, put, small_profile
 
@@ -270,7 +270,7 @@ def _write_and_die(connection: Connection, directory: str) -> None:
 
 def test_records_are_forced_to_the_medium_in_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unasked, by amount; not one by one. What an interrupted write may cost stays bounded without a flush."""
-    monkeypatch.setattr("kvstore.cold._COMMIT", 20 * BLOCK_ON_DISK)
+    monkeypatch.setattr("kvstore.flash.cold._COMMIT", 20 * BLOCK_ON_DISK)
     synced: list[str] = []
     real = flash_file.sync
 

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from kvstore.admin.administration import Administration
 from kvstore.admin.bare_directory import BareDirectory
-from kvstore.ciphers import Ciphers
 from kvstore.daemon.remote_store import connect
-from kvstore.encryption import AlteredError, Cipher, Key, OtherKeyError
+from kvstore.flash.ciphers import Ciphers
+from kvstore.flash.encryption import AlteredError, Cipher, Key, OtherKeyError
+from kvstore.flash.keys import GivenKeys
+from kvstore.flash.record import BadRecordError, RecordReader
 from kvstore.index import vector_file
-from kvstore.keys import GivenKeys
 from kvstore.open_directory import OpenDirectory
-from kvstore.record import BadRecordError, RecordReader
 from kvstore.store import KVStore, open_store
 from tests.daemon.running import daemon
 from tests.known_kv import identity, known_kv, load, prompt, put, quiet, small_profile

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from kvstore.errors import BudgetError
+from kvstore.flash.unwritten import NOT_WORTH_A_WRITE
 from kvstore.prefetch.eviction import POLICIES
 from kvstore.prefetch.policy import Facts
 from kvstore.profile import Profile
-from kvstore.shared_beginnings import PARTED
 from kvstore.store import KVStore, open_store
-from kvstore.unwritten import NOT_WORTH_A_WRITE
+from kvstore.tiers.shared_beginnings import PARTED
 from tests.known_kv import identity, load, prompt, put, small_profile
 from tests.kvstore.test_store_machine import TIGHT, Histories
 

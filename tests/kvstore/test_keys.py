@@ -17,9 +17,9 @@ from keyring.backends import fail
 from keyrings.alt.file import PlaintextKeyring
 
 import kvstore
-from kvstore.encryption import Key
 from kvstore.errors import EncryptionError
-from kvstore.keys import GivenKeys, KeyFile, Keyring, Keys, KeySource, source_of
+from kvstore.flash.encryption import Key
+from kvstore.flash.keys import GivenKeys, KeyFile, Keyring, Keys, KeySource, source_of
 from kvstore.store import KVStore
 from tests.faults.child import Child
 from tests.known_kv import identity, load, prompt, put, small_profile

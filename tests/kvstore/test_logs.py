@@ -10,7 +10,7 @@ from io import StringIO
 
 import pytest
 
-from kvstore import logs
+from kvstore.watch import logs
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def _as_before() -> Iterator[None]:
 def test_json_lines() -> None:
     stream = StringIO()
     logs.configure("info", "json", stream)
-    log = logging.getLogger("kvstore.tiers")
+    log = logging.getLogger("kvstore.tiers.tiers")
     log.debug("not from this level on")
     log.warning('a "quoted" %s\nin two lines', "word", extra={"tenant": "a", "bytes": 12})
     try:
@@ -34,7 +34,7 @@ def test_json_lines() -> None:
         log.exception("failed")
     first, second = map(json.loads, stream.getvalue().splitlines())
     assert first["level"] == "warning"
-    assert first["logger"] == "kvstore.tiers"
+    assert first["logger"] == "kvstore.tiers.tiers"
     assert first["message"] == 'a "quoted" word\nin two lines'
     assert (first["tenant"], first["bytes"]) == ("a", 12)
     assert abs((datetime.fromisoformat(first["time"]) - datetime.now(UTC)).total_seconds()) < 600

@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.arena import Extent
-from kvstore.memory import MemoryTier
+from kvstore.tiers.arena import Extent
+from kvstore.tiers.memory import MemoryTier
 
 PAGE = 4096
 ARENA = 64 * PAGE

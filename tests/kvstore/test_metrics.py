@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from kvstore.metrics import Metrics, exposition
 from kvstore.store import KVStore, open_store
+from kvstore.watch.metrics import Metrics, exposition
 from tests.known_kv import identity, known_kv, load, prompt, put, small_profile
 
 _OPEN = "application/openmetrics-text; version=1.0.0"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.appraisal import Appraisal
 from kvstore.block import Block
 from kvstore.namespace import Namespace
-from kvstore.orders import Orders
 from kvstore.prefetch.eviction import POLICIES
 from kvstore.prefetch.load_or_recompute import Throughput
+from kvstore.tiers.appraisal import Appraisal
+from kvstore.tiers.orders import Orders
 from tests.known_kv import prompt
 
 OWNERS = (b"one", b"two")

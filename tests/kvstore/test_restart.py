@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 from pathlib import Path
 
-from kvstore.encryption import Key
+from kvstore.flash.encryption import Key
 from kvstore.open_directory import OpenDirectory
 from kvstore.store import KVStore
 from tests.known_kv import identity, load, prompt, put, small_profile

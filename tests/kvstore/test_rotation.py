@@ -25,11 +25,11 @@ from kvstore.admin.remote import connected
 from kvstore.admin.rotation import Rotated, rotate
 from kvstore.daemon.remote_store import connect
 from kvstore.errors import EncryptionError, InvalidRequestError
+from kvstore.flash.keys import Key, KeyFile, Keys
+from kvstore.flash.record import BadRecordError, RecordReader
 from kvstore.identity import Identity
 from kvstore.index import vector_file
-from kvstore.keys import Key, KeyFile, Keys
 from kvstore.open_directory import OpenDirectory
-from kvstore.record import BadRecordError, RecordReader
 from kvstore.store import KVStore, open_store
 from tests.daemon.running import daemon
 from tests.faults.child import Child

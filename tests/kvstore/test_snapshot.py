@@ -12,10 +12,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvstore.change import Change
 from kvstore.errors import StoreClosedError
-from kvstore.snapshot import Snapshot
 from kvstore.store import KVStore, open_store
+from kvstore.watch.change import Change
+from kvstore.watch.snapshot import Snapshot
 from tests.known_kv import identity, load, prompt, put, small_profile
 
 

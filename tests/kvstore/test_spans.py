@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from kvstore.spans import begin_span
+from kvstore.watch.spans import begin_span
 
 _TRACED = """
 from opentelemetry import trace
@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from kvstore.spans import begin_span
+from kvstore.watch.spans import begin_span
 from kvstore.store import open_store
 from tests.known_kv import identity, load, prompt, put, small_profile
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.change import quantile
-from kvstore.timings import BOUNDS, STAGES, Histogram, Timings, microseconds
+from kvstore.watch.change import quantile
+from kvstore.watch.timings import BOUNDS, STAGES, Histogram, Timings, microseconds
 
 
 class Clock:

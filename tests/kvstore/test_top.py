@@ -11,9 +11,9 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from kvstore import top
-from kvstore.snapshot import Snapshot
 from kvstore.store import KVStore, open_store
+from kvstore.watch import top
+from kvstore.watch.snapshot import Snapshot
 from tests.known_kv import identity, load, prompt, put, small_profile
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvstore.language_model import LanguageModel
-from kvstore.trials import CONTEXTS, SYSTEM, TASKS, Task, Trial, trials
+from kvstore.quality.trials import CONTEXTS, SYSTEM, TASKS, Task, Trial, trials
 from tests.tiny_models import write_tiny_gguf
 
 TOKENS = 1200  # nearly a byte each here

@@ -18,14 +18,14 @@ from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 
 import kvstore
-from kvstore import top
-from kvstore.change import KINDS
 from kvstore.pipeline.engine import StaticGraphEngine
 from kvstore.pipeline.recompute import FirstTokens
-from kvstore.reuse import Verdict
+from kvstore.quality.reuse import Verdict
 from kvstore.session import Session, identity_of
-from kvstore.snapshot import Snapshot
 from kvstore.store import KVStore, open_store
+from kvstore.watch import top
+from kvstore.watch.change import KINDS
+from kvstore.watch.snapshot import Snapshot
 from kvstore.web import serve_http
 from tests.chromium import BINARY, Chromium
 from tests.known_kv import identity, load, prompt, put, small_profile

@@ -13,8 +13,8 @@ import msgspec
 import pytest
 
 from kvstore.errors import InvalidRequestError
-from kvstore.snapshot import Snapshot
 from kvstore.store import KVStore, open_store
+from kvstore.watch.snapshot import Snapshot
 from kvstore.web import HttpServer, page, serve_http
 from tests.known_kv import identity, load, prompt, put, small_profile
 

@@ -1,0 +1,1 @@
+"""What moved reuse and lossy codecs do to a model's answers, measured, and what follows for its policies."""

@@ -1,0 +1,147 @@
+"""How far an engine or user lets moved runs stand in for computed tokens, and what a model was measured to bear.
+
+    exact     prefix runs only: bit-identical KV
+    careful   moved runs, repaired so that facts in them are still found; exact where no repair achieves that
+    fast      moved runs at the cheapest repair whose answers stay close to those of full prefill
+
+Which repair that is differs from model to model, so it is measured (see `calibrate`), and the verdict is kept with
+the identity. Without a verdict nothing is approximated.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from kvstore.pipeline.recompute import (
+    AnyRepair,
+    Attended,
+    Both,
+    Deviating,
+    Everything,
+    FirstTokens,
+    Nothing,
+    WhenSure,
+)
+
+from ..codec import Codec
+
+Policy = Literal["exact", "careful", "fast"]
+
+
+class Measurement(msgspec.Struct, frozen=True):
+    """What one repair did to the answers, over `prompts` prompts, against full prefill.
+
+    kl_first, kl_mean: KL(full || reuse) in nats at the first token, and over 16 teacher-forced ones.
+    first_agrees, all_agree: share of first tokens, and of the 16, that stay the most likely one.
+    recall: of the facts that full prefill finds, the share still found; recall_prompts says of how many.
+    recomputed: share of the moved tokens computed again.
+    """
+
+    repair: AnyRepair
+    prompts: int
+    kl_first: float
+    kl_mean: float
+    first_agrees: float
+    all_agree: float
+    recall: float
+    recall_prompts: int
+    recomputed: float
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """The repair that each policy uses for one identity; None means prefix runs only, `reasons` say why.
+
+    codecs: those with loss that the policies `careful` and `fast` may keep KV in, see `codec`.
+    """
+
+    fast: AnyRepair | None
+    careful: AnyRepair | None
+    measurements: tuple[Measurement, ...] = ()
+    reasons: tuple[str, ...] = ()
+    codecs: tuple[Codec, ...] = ()
+
+    def repair(self, policy: Policy) -> AnyRepair | None:
+        """What `policy` recomputes of moved runs; None: it uses none."""
+        return {"exact": None, "careful": self.careful, "fast": self.fast}[policy]
+
+    def why_none(self, policy: Policy) -> str | None:
+        """Why `policy` has no repair; None when it has one."""
+        if policy == "exact":
+            return "policy exact uses prefixes only"
+        if self.repair(policy) is not None:
+            return None
+        others = {"careful": "fast:", "fast": "careful:"}[policy]
+        reasons = "; ".join(reason for reason in self.reasons if not reason.startswith(others))
+        return reasons or f"the verdict names no repair for policy {policy}"
+
+    def measured(self, policy: Policy) -> Measurement | None:
+        """The figures on which `policy` stands; None where there are none."""
+        repair = self.repair(policy)
+        return next(
+            (each for each in self.measurements if repair is not None and each.repair == repair), None
+        )
+
+
+def named(repair: AnyRepair) -> str:
+    """A repair in words."""
+    match repair:
+        case Nothing():
+            return "no repair"
+        case FirstTokens(k):
+            return f"first {k} tokens of each run"
+        case Attended(share):
+            return f"{share:.0%} that the question attends to"
+        case Deviating(share):
+            return f"{share:.0%} that deviate most"
+        case Both(first, then):
+            return f"{named(first)}, then {named(then)}"
+        case Everything():
+            return "every token"
+        case WhenSure(first, margin):
+            return f"{named(first)}; every token where the answer leads by less than {margin:g} nats"
+
+
+NOT_MEASURED = Verdict(None, None, reasons=("this identity was never measured; run `kvstore calibrate`",))
+
+MOST_KL, LEAST_AGREEMENT, LEAST_RECALL = 0.04, 0.97, 0.90
+LEAST_PROMPTS = 16
+"""Facts that full prefill finds, at least, for a recall to say anything."""
+
+
+_EVIDENCE = 0.03
+"""What evidence costs, as a share of the moved tokens computed again: a probe took 2 % of a prefill of 940 tokens, the
+deviation of all tokens 5 %."""
+
+
+def _cost(measured: Measurement) -> float:
+    return measured.recomputed + (0.0 if measured.repair.evidence is None else _EVIDENCE)
+
+
+def judge(measurements: tuple[Measurement, ...]) -> Verdict:
+    """The cheapest repair that passes each policy's bars; `measurements` of all that may be chosen, in any order.
+
+    fast: mean KL <= 0.04 and first tokens agree in >= 97 %. careful: that, and recall >= 0.90 of full prefill, over 16
+    prompts or more.
+    """
+    by_cost = sorted(measurements, key=_cost)
+    close = [each for each in by_cost if each.kl_mean <= MOST_KL and each.first_agrees >= LEAST_AGREEMENT]
+    enough = [each for each in close if each.recall_prompts >= LEAST_PROMPTS]
+    recalling = [each for each in enough if each.recall >= LEAST_RECALL]
+    reasons = []
+    if not close:
+        reasons.append(f"fast: no repair keeps mean KL <= {MOST_KL} and agreement >= {LEAST_AGREEMENT:.0%}")
+    if close and not enough:
+        most = max(each.recall_prompts for each in close)
+        reasons.append(f"careful: recall over {most} prompts, {LEAST_PROMPTS} are needed; give more trials")
+    elif not recalling:
+        best = max(measurements, key=lambda each: each.recall, default=None)
+        kept = f"{best.recall:.0%} of {best.recall_prompts} prompts" if best else "unmeasured"
+        reasons.append(f"careful: no repair keeps {LEAST_RECALL:.0%} of the recall, the best {kept}")
+    return Verdict(
+        close[0].repair if close else None,
+        recalling[0].repair if recalling else None,
+        measurements,
+        tuple(reasons),
+    )

@@ -52,7 +52,7 @@ def kill_clients(folder: Path, clients: int, seed: int, at_once: int = 4) -> Kil
             store.flush()
             children = _start_some(running, order, at_once)  # brings up whatever stays up
             unkilled = Prober(running)
-            time.sleep(2.0)
+            time.sleep(max(2.0, clients / 50))  # about as many look-ups as beside those that are killed
             result.unkilled_p99 = unkilled.stop()
             for child in children:
                 child.kill()

@@ -96,19 +96,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     device: str | None = None
 
 
-_PROFILE_FIELDS = (
-    "block_tokens",
-    "hot_bytes",
-    "warm_bytes",
-    "cold_bytes",
-    "cold_bytes_per_day",
-    "staging_bytes",
-    "tenant_memory_bytes",
-    "tenant_cold_bytes",
-    "codec",
-    "eviction",
-    "device",
-)
 _BYTES = (
     "hot_bytes",
     "warm_bytes",
@@ -118,6 +105,7 @@ _BYTES = (
     "tenant_memory_bytes",
     "tenant_cold_bytes",
 )
+_PROFILE_FIELDS = ("block_tokens", *_BYTES, "codec", "eviction", "device")
 
 
 class Setting(msgspec.Struct, frozen=True):

@@ -222,7 +222,7 @@ class _Gguf:
         stored = self._tensors[name]
         try:
             values = dequantize(stored.data, stored.tensor_type)
-        except NotImplementedError as error:
+        except NotImplementedError as error:  # what gguf raises for a type it has no numpy form of
             raise UnsupportedModel(
                 f"{self.name}: tensor {name} has type {stored.tensor_type.name}, which cannot be read"
             ) from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -96,7 +95,7 @@ def purge(
         if not dry_run and found.blocks:
             if not json:
                 output.line(_purged(found))
-            _confirm(yes, "Forget them?")
+            output.confirm(yes, "Forget them?")
             found = go(dry=False)
     if json:
         output.json(found)
@@ -180,7 +179,7 @@ def gc(
             if not json:
                 for each in found.garbage:
                     output.line(f"{each.what}: {each.why}, {output.size(each.nbytes)}")
-            _confirm(yes, "Remove it?")
+            output.confirm(yes, "Remove it?")
             found = target.gc(dry_run=False)
     if json:
         output.json(found)
@@ -190,15 +189,6 @@ def gc(
             output.line(f"{each.what}: {each.why}, {output.size(each.nbytes)}")
     done = "would be removed" if found.dry_run else "removed"
     output.line(f"{len(found.garbage)} things, {output.size(found.nbytes)} {done}")
-
-
-def _confirm(yes: bool, question: str) -> None:
-    """Go on only where the user says so. Raises InvalidRequestError where nobody can be asked."""
-    if yes:
-        return
-    if not sys.stdin.isatty():
-        raise InvalidRequestError("nothing was changed: confirm with --yes, or look with --dry-run")
-    typer.confirm(question, abort=True, err=True)
 
 
 def _purged(found: Purged) -> str:

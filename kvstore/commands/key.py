@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -78,11 +77,9 @@ def drop(
     with chosen.changing() as target:
         found = target.drop_key(tenant=tenant, dry_run=True)
         if not dry_run:
-            question = f"Erase the keys of {found.tenants} tenants, and with them {found.blocks} blocks?"
-            if not yes:
-                if not sys.stdin.isatty():
-                    raise InvalidRequestError(f"nothing was changed: confirm with --yes. {question}")
-                typer.confirm(question, abort=True, err=True)
+            output.confirm(
+                yes, f"Erase the keys of {found.tenants} tenants, and with them {found.blocks} blocks?"
+            )
             found = target.drop_key(tenant=tenant, dry_run=False)
     if json:
         output.json(found)

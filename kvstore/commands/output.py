@@ -1,4 +1,4 @@
-"""What verbs print: JSON for programs, tables for people."""
+"""What verbs print, and ask: JSON for programs, tables for people."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+
+from kvstore.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -51,6 +53,17 @@ def console() -> Console:
 def line(text: str) -> None:
     """Print a line as it is."""
     print(text)
+
+
+def confirm(yes: bool, question: str) -> None:
+    """Go on only where the user says so. Raises InvalidRequestError where nobody can be asked."""
+    import typer
+
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise InvalidRequestError("nothing was changed: confirm with --yes, or look with --dry-run")
+    typer.confirm(question, abort=True, err=True)
 
 
 def size(nbytes: float | None) -> str:

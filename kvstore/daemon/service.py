@@ -81,7 +81,8 @@ async def _serve(
     loop = asyncio.get_running_loop()
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        with contextlib.suppress(RuntimeError, ValueError, NotImplementedError):  # not in the main thread
+        # Signals go to the main thread's loop, and not to every kind of loop: elsewhere they end the process as usual.
+        with contextlib.suppress(RuntimeError, ValueError, NotImplementedError):
             loop.add_signal_handler(number, stopped.set)
     server = Server(shared, listener, lease_seconds=lease_seconds)
     with _page(shared, http):

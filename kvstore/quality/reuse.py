@@ -131,13 +131,13 @@ def judge(measurements: tuple[Measurement, ...]) -> Verdict:
     recalling = [each for each in enough if each.recall >= LEAST_RECALL]
     reasons = []
     if not close:
-        reasons.append(f"fast: no repair keeps mean KL <= {MOST_KL} and agreement >= {LEAST_AGREEMENT:.0%}")
-    if close and not enough:
+        reasons.append(f"no repair keeps mean KL <= {MOST_KL} and agreement >= {LEAST_AGREEMENT:.0%}")
+    elif not enough:
         most = max(each.recall_prompts for each in close)
         reasons.append(f"careful: recall over {most} prompts, {LEAST_PROMPTS} are needed; give more trials")
     elif not recalling:
-        best = max(measurements, key=lambda each: each.recall, default=None)
-        kept = f"{best.recall:.0%} of {best.recall_prompts} prompts" if best else "unmeasured"
+        best = max(enough, key=lambda each: each.recall)
+        kept = f"{best.recall:.0%} of {best.recall_prompts} prompts"
         reasons.append(f"careful: no repair keeps {LEAST_RECALL:.0%} of the recall, the best {kept}")
     return Verdict(
         close[0].repair if close else None,

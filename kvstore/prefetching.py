@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 _SHARE = 4  # this part of warm memory is the most that is fetched ahead and not used yet
 _QUIET = 0.02  # seconds after the last sign of a request until reading ahead goes on
+_POLLS = 0.5  # seconds: look-ups that follow one another for so long and lease nothing only ask what has come
 _AGAIN = 2.0  # seconds until pressure is looked at again
 _NEIGHBOURS = 24  # blocks asked of the semantic index
 _PASSAGES = 10  # texts of them that count
@@ -62,6 +63,7 @@ class Prefetching:
         self._sessions: OrderedDict[Hashable, list[int]] = OrderedDict()  # blocks of their prompts
         self._requests: deque[list[int]] = deque(maxlen=_UNSEEN)  # blocks of each, not learned from yet
         self._request_at = float("-inf")
+        self._leased_at = float("-inf")  # or when look-ups began that follow one another
         self._thread: threading.Thread | None = None
         self._closing = False
         self._news = False  # something to look at, or to read
@@ -70,12 +72,15 @@ class Prefetching:
     # -- by requests ------------------------------------------------------------------------------------------------
 
     def request(self) -> None:
-        """A request is being served."""
-        self._request_at = time.monotonic()
+        """A request is being served, or somebody asks what is held."""
+        now = time.monotonic()
+        if now - self._request_at > _QUIET:
+            self._leased_at = now
+        self._request_at = now
 
     def used(self, blocks: Sequence[Block]) -> None:
         """A request leased these blocks. Called under the lock; learned from when there is time for it."""
-        self._request_at = time.monotonic()
+        self._request_at = self._leased_at = time.monotonic()
         if self._thread is not None and blocks:
             self._requests.append([block.number for block in blocks])
             if not self._news:  # it sleeps, and not only until this request is over
@@ -216,7 +221,9 @@ class Prefetching:
 
     def _until_quiet(self) -> float:
         """Seconds to wait at least until no request is served, so far as is known now."""
-        quiet = min(time.monotonic() - self._request_at, self._tiers.flash.resting())
+        quiet = self._tiers.flash.resting()
+        if self._request_at - self._leased_at < _POLLS:
+            quiet = min(quiet, time.monotonic() - self._request_at)
         return max(0.0, _QUIET - quiet)
 
     def _bring_next(self) -> None:

@@ -56,7 +56,8 @@ from tests.tiny_models import write_tiny_gguf
 _PARTS = ("real", "simulated", "aborts")
 _REPAIR = FirstTokens(8)
 _REAL_GROUPS = 10  # layer groups of 3 layers
-_SIMULATED_GROUPS = 14  # of 2 layers of Qwen3-1.7B, each of which one layer of a tiny model stands for
+_SIMULATED_LAYERS = 28  # of Qwen3-1.7B, for each of which one layer of a tiny model stands
+_SIMULATED_GROUPS = 15  # the first two of 1 layer, the others of 2
 _KV_BYTES = 56 * 1024  # a token of Qwen3-1.7B in int8
 _WEIGHT_BYTES = 0.9e9  # of Qwen3-1.7B in 4 bits
 _MEMORY = 60e9  # bytes a second
@@ -210,7 +211,7 @@ class Device:
         )
         write_tiny_gguf(
             folder / "tiny.gguf",
-            layers=_SIMULATED_GROUPS,
+            layers=_SIMULATED_LAYERS,
             hidden=64,
             heads=2,
             kv_heads=2,
@@ -220,7 +221,7 @@ class Device:
         )
         for groups in (1, _SIMULATED_GROUPS):
             npu = SimulatedNpu(
-                IdleRuntime(), _SIMULATED_GROUPS, seconds, launch_seconds=_LAUNCH, name=costs.name
+                IdleRuntime(), _SIMULATED_LAYERS, seconds, launch_seconds=_LAUNCH, name=costs.name
             )
             self.npus[groups] = npu
             self.engines[groups] = StaticGraphEngine(

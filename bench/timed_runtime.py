@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.pipeline.graphs import Graph
-from kvstore.pipeline.runtime import Binding, CompiledGraph, NpuRuntime, Tensors
+from kvstore.pipeline.runtime import Binding, CompiledGraph, Done, NpuRuntime, Tensors
 
 Shape = tuple[int, int, range]
 """C tokens over S slots through these layers."""
@@ -67,7 +67,8 @@ class _TimedBinding:
     def rebind(self, tensors: Tensors) -> None:
         self._binding.rebind(tensors)
 
-    def run(self) -> None:
+    def start(self) -> Done:
         started = time.perf_counter()
-        self._binding.run()
+        self._binding.start().wait()
         self._watch.note(self._shape, time.perf_counter() - started)
+        return Done()

@@ -71,7 +71,8 @@ class Residence:
 class Block:
     """One held block. Immutable but for where it lies and who uses it; the store changes those under its lock.
 
-    `start` is the position of its first token. `cold_bytes` is what it occupies on flash, 0 when it is not there.
+    `start` is the position of its first token. `cold_bytes` is what it occupies on flash, 0 when it is not there;
+    `head_bytes` of these, header and first frame, are read at once, 0 when nobody said how many.
     `exact` False: its KV was computed behind KV that was itself moved; it serves as a moved run, never as a prefix.
     `leases` counts who relies on it: while above 0 it is neither moved nor dropped. `doomed` blocks are no longer
     findable and go when the last lease ends. `purged`: what it leaves in memory then is overwritten. `shared` counts
@@ -88,6 +89,7 @@ class Block:
     exact: bool = True
     memory: Residence | None = None
     cold_bytes: int = 0
+    head_bytes: int = 0
     leases: int = 0
     doomed: bool = False
     purged: bool = False

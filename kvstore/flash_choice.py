@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
+from kvstore.pipeline.layer_groups import shares
 from kvstore.pipeline.recompute import AnyRepair
 from kvstore.pipeline.schedule import CallCosts
 from kvstore.prefetch.load_or_recompute import Decision, Held, decide
@@ -48,7 +49,7 @@ def against_flash(
         lambda front: repair.least(repairable(_kept(choice.runs, front))),
         lambda due: costs.cover(due).seconds,
         lambda nbytes: nbytes / speed,
-        groups,
+        [float(share) for share in shares(groups)],
     )
     return _applied(choice, decision)
 

@@ -53,7 +53,7 @@ class Namespace:
         self._chunks: ChunkTable | None = None  # made by the first search: prefix reuse alone needs none
 
     def open(self, identity: Identity, frame_bytes: int) -> None:
-        """Make the blocks readable. A block is cut into as many layer groups as leave each `frame_bytes`."""
+        """Make the blocks readable. A block is cut into as many layer groups as leave each about `frame_bytes`."""
         self.identity = identity
         self.tenant = identity.tenant_salt
         layout = identity.layout

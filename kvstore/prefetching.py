@@ -249,7 +249,7 @@ class Prefetching:
         reader: RecordReader | None = None
         whole: bool | None = None
         try:
-            reader = tiers.open_record(block)
+            reader = tiers.open_record(block, ahead=True)
             whole = self._read(reader, block, room)
         except BadRecordError as error:
             with tiers.lock:

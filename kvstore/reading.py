@@ -121,7 +121,7 @@ class TierReading:
         if source.is_far:
             with source.opening:
                 if source.reader is None:
-                    source.reader = self._tiers.open_record(block)
+                    source.reader = self._tiers.open_record(block, ahead=frame.start == 0)
             source.reader.read(block.namespace.layout, frame.start, raw)
         return raw
 

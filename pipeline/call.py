@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from .graphs import EMPTY, Form
 from .kv_allocation import KvAllocation
-from .runtime import CompiledGraph, Tensors
+from .runtime import CompiledGraph, Done, Execution, Tensors
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,9 +74,18 @@ class BoundCall:
             self._bindings.append(graph.bind(tensors))
 
     def run(self, group: int, call: Call, hidden: NDArray[np.float32] | None) -> NDArray[np.float32]:
+        """As `start`, and wait until it is over."""
+        computed, execution = self.start(group, call, hidden)
+        execution.wait()
+        return computed
+
+    def start(
+        self, group: int, call: Call, hidden: NDArray[np.float32] | None
+    ) -> tuple[NDArray[np.float32], Execution]:
         """Compute layer group `group` for `call` from the hidden states of the group before (None for the first).
 
-        Returns hidden states float32 [size, hidden]; rows beyond the call's tokens are padding.
+        Returns hidden states float32 [size, hidden], good when it is over; rows beyond the call's tokens are padding.
+        Nothing else may be started here before that.
         """
         self._fill(call)
         computed = np.empty(self._shape, np.float32)
@@ -84,11 +93,13 @@ class BoundCall:
         binding.rebind(
             {"hidden_out": computed} if hidden is None else {"hidden": hidden, "hidden_out": computed}
         )
-        binding.run()
+        execution = binding.start()
         if self._form == "read_only_past":
+            execution.wait()
             for name, new in self._new[group].items():
                 self._held[group][name][:, call.slots] = new[:, : len(call.slots)]
-        return computed
+            return computed, Done()
+        return computed, execution
 
     def _fill(self, call: Call) -> None:
         n = len(call.token_ids)

@@ -23,9 +23,11 @@ import numpy as np
 import platformdirs
 from numpy.typing import ArrayLike, NDArray
 
+from .ahead import Ahead
 from .call import BoundCall, Call
 from .graphs import EMPTY, Form, KvDtype, head_graph, layer_graph
 from .kv_allocation import ContextExceeded, KvAllocation
+from .layer_groups import layer_groups
 from .onnx_runtime import OnnxRuntime
 from .recompute import PROBED
 from .runtime import CompiledGraph, NpuRuntime
@@ -96,8 +98,7 @@ class StaticGraphEngine:
         if groups < 1:
             raise ValueError(f"{groups} layer groups: at least 1 is needed")
         groups = min(groups, self.config.layers)
-        bounds = [self.config.layers * g // groups for g in range(groups + 1)]
-        self.layer_groups = [range(a, b) for a, b in itertools.pairwise(bounds)]
+        self.layer_groups = layer_groups(self.config.layers, groups)
         self.sizes = sorted(set(sizes))
         self.contexts = sorted(set(contexts))
         if min(self.sizes, default=0) < 1 or min(self.contexts, default=0) < 2:
@@ -124,7 +125,9 @@ class StaticGraphEngine:
         )
         self._peek_parts: dict[tuple[int, int], CompiledGraph] = {}
         self._idle: dict[int, list[KvAllocation]] = {}
-        self._bound: WeakKeyDictionary[KvAllocation, dict[tuple[int, int], BoundCall]] = WeakKeyDictionary()
+        self._bound: WeakKeyDictionary[KvAllocation, dict[tuple[int, int, int], BoundCall]] = (
+            WeakKeyDictionary()
+        )
 
     @property
     def identity_parts(self) -> dict[str, str]:
@@ -277,11 +280,10 @@ class StaticGraphEngine:
         for call in calls:
             kv.slot_positions[call.slots] = call.positions
         hidden: list[NDArray[np.float32] | None] = [None] * len(calls)
-        seconds = [0.0] * len(calls)
+        ahead, turns = Ahead(len(calls)), itertools.cycle((0, 1))
         groups = self._groups_of(calls)
         last = [int(call.positions[-1]) for call in calls]
         try:
-            bound = [self._bind(kv, call.size, groups) for call in calls]
             for part, layers in enumerate(groups):
                 read = [g for g, each in enumerate(self.layer_groups) if each.start in layers]
                 if before_group:
@@ -291,15 +293,17 @@ class StaticGraphEngine:
                     if before_call:
                         for group in read:
                             before_call(group, last[number])
-                    begun = time.perf_counter()
-                    hidden[number] = bound[number].run(part, call, hidden[number])
-                    seconds[number] += time.perf_counter() - begun
+                    bound, begun = self._bind(kv, call.size, groups, next(turns)), time.perf_counter()
+                    hidden[number], execution = bound.start(part, call, hidden[number])
+                    ahead.add(number, begun, execution)
+            ahead.finish()
         except BaseException:
+            ahead.abandon()
             kv.slot_positions[:] = EMPTY
             raise
         with self._lock:
             self._costs.observe(
-                kv.slots, [(call.size, each) for call, each in zip(calls, seconds, strict=True)]
+                kv.slots, [(call.size, each) for call, each in zip(calls, ahead.seconds, strict=True)]
             )
         for call in calls:
             self.statistics.calls[call.size] += 1
@@ -426,7 +430,7 @@ class StaticGraphEngine:
             raise ContextExceeded(
                 f"slot {wrong}: the allocation holds {kv.capacity} tokens; grow it with engine.grow"
             )
-        if len(np.unique(slots)) != len(slots):
+        if not np.array_equal(slots, positions) and len(np.unique(slots)) != len(slots):
             raise InvalidTokens("two tokens share a slot")
 
     def _groups_of(self, calls: Sequence[Call]) -> list[range]:
@@ -451,10 +455,11 @@ class StaticGraphEngine:
                 ]
             return self._parts[size, slots, len(groups)]
 
-    def _bind(self, kv: KvAllocation, size: int, groups: list[range]) -> BoundCall:
+    def _bind(self, kv: KvAllocation, size: int, groups: list[range], turn: int = 0) -> BoundCall:
+        """A call that is bound twice, `turn` 0 and 1, can be prepared while it runs."""
         bound = self._bound.setdefault(kv, {})
-        if (size, len(groups)) not in bound:
-            bound[size, len(groups)] = BoundCall(
+        if (size, len(groups), turn) not in bound:
+            bound[size, len(groups), turn] = BoundCall(
                 self._compiled(size, kv.slots, groups),
                 groups,
                 kv,
@@ -462,7 +467,7 @@ class StaticGraphEngine:
                 hidden=self.config.hidden,
                 form=self.form,
             )
-        return bound[size, len(groups)]
+        return bound[size, len(groups), turn]
 
     def _bind_probe(self, kv: KvAllocation, size: int, attention: NDArray[np.float32]) -> BoundCall:
         if (size, kv.slots) not in self._probe_parts:
@@ -530,7 +535,7 @@ class StaticGraphEngine:
         starts = [*range(0, len(hidden) - rows, rows), len(hidden) - rows]  # the last block may overlap
         for start in starts:
             block = slice(start, start + rows)
-            self._heads[rows].bind({"hidden": hidden[block], "logits": logits[block]}).run()
+            self._heads[rows].bind({"hidden": hidden[block], "logits": logits[block]}).start().wait()
         return logits
 
     def _sizes_at(self, slots: int) -> list[int]:

@@ -41,7 +41,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from .graphs import Graph
-from .runtime import GraphRefused, Tensors
+from .runtime import Done, GraphRefused, Tensors
 
 PROVIDERS = {
     "CPU": "CPUExecutionProvider",
@@ -211,5 +211,6 @@ class OnnxBinding:
             bind(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
             self._memory[name] = array
 
-    def run(self) -> None:
+    def start(self) -> Done:
         self._session.run_with_iobinding(self._binding)
+        return Done()

@@ -2,6 +2,7 @@
 
 Memory is the host's. A runtime allocates it (so that the device can reach it), a graph is compiled once for its
 fixed shapes and bound to that memory any number of times, and running a binding moves nothing across the boundary.
+A device works through what was started in order, so the host prepares the next graph while one runs.
 """
 
 from __future__ import annotations
@@ -22,14 +23,32 @@ class GraphRefused(RuntimeError):
     """The device cannot run a graph; the message names the graph and says what the compiler said."""
 
 
+class Execution(Protocol):
+    """One run of a graph, started and perhaps not over."""
+
+    def wait(self) -> None:
+        """Until it is over. Other threads may run meanwhile."""
+
+
+class Done:
+    """An execution that was over when it was started: of a runtime that does not queue."""
+
+    def wait(self) -> None:
+        pass
+
+
 class Binding(Protocol):
     """A compiled graph together with the memory of each of its inputs and outputs, which it keeps alive."""
 
     def rebind(self, tensors: Tensors) -> None:
         """Use other memory for some inputs or outputs from the next run on."""
 
-    def run(self) -> None:
-        """Execute once, reading and writing the bound memory. Other threads may run meanwhile."""
+    def start(self) -> Execution:
+        """Execute once, behind all that was started before, reading and writing the bound memory.
+
+        Until that is over nobody may change this memory, nor start this binding again. A runtime without a queue
+        returns when it is over; other threads may run meanwhile.
+        """
 
 
 class CompiledGraph(Protocol):

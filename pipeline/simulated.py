@@ -2,10 +2,8 @@
 
 Whatever is measured with it is a simulation: label it so. What really runs underneath, a tiny model and small records,
 has to take less time than what is simulated, and happens within that time; then overlap, waiting and cancelling behave
-as on the device. The NPU is done when it says, to some microseconds: the last stretch of each run is spun, since a
-sleep wakes up about 0.1 ms late, which is neither the device's nor the host's doing. Its thread holds the interpreter
-while it spins: what other threads do in Python has so much less time than beside a real NPU. Flash wakes its readers by
-sleep alone, so a read that nobody overlaps seems 0.1 ms longer than it says.
+as on the device. Whoever waits is woken by a sleep, which comes about 0.1 ms late: of a graph or a read that nothing
+overlaps it seems so much longer than it says. What stands in the device's queue behind it begins on time.
 """
 
 from __future__ import annotations
@@ -21,9 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .graphs import Graph
-from .runtime import Binding, CompiledGraph, NpuRuntime, Tensors
-
-_SPUN = 200e-6  # seconds, more than a sleep is late on a quiet machine
+from .runtime import Binding, CompiledGraph, Done, NpuRuntime, Tensors
 
 CallSeconds = Callable[[int, int], float]
 """Seconds of a call of C tokens over S slots through all layers, without what the driver takes to launch a graph."""
@@ -32,9 +28,10 @@ CallSeconds = Callable[[int, int], float]
 class SimulatedNpu:
     """An NpuRuntime that takes as long as `seconds` says, of which a graph of n of `layers` layers takes its part.
 
-    The graphs really run on `runtime`, so answers are right; the rest of the time is slept. With `IdleRuntime` nothing
-    runs, and time is all there is. One graph at a time, as on an NPU, also for several threads. Each run of a graph
-    takes `launch_seconds` on top. `busy_seconds` sums what graphs took.
+    The graphs really run on `runtime` when they are started, so answers are right; the rest of the time is slept. With
+    `IdleRuntime` nothing runs, and time is all there is. One graph after the other, as in an NPU's queue, also for
+    several threads. Each run of a graph takes `launch_seconds` on top. `busy_seconds` sums what graphs took, those
+    included that are still in the queue.
     """
 
     def __init__(
@@ -51,6 +48,7 @@ class SimulatedNpu:
         self._seconds = seconds
         self._launch_seconds = launch_seconds
         self._lock = threading.Lock()
+        self._free_at = 0.0
         self.name = f"{name}-{runtime.name}"
         self.busy_seconds = 0.0
 
@@ -71,14 +69,13 @@ class SimulatedNpu:
         whole = self._seconds(len(tensors["positions"]), len(tensors["slot_positions"]))
         return self._launch_seconds + whole * layers / self._layers
 
-    def run(self, binding: Binding, seconds: float) -> None:
+    def start(self, binding: Binding, seconds: float) -> _Execution:
         with self._lock:
-            started = time.perf_counter()
-            binding.run()
-            _sleep_until(started + seconds - _SPUN)
-            while time.perf_counter() < started + seconds:
-                pass
-            self.busy_seconds += time.perf_counter() - started
+            begun = max(time.perf_counter(), self._free_at)
+            binding.start().wait()
+            self._free_at = max(begun + seconds, time.perf_counter())
+            self.busy_seconds += self._free_at - begun
+            return _Execution(self._free_at)
 
 
 class _Graph:
@@ -96,8 +93,18 @@ class _Binding:
     def rebind(self, tensors: Tensors) -> None:
         self._binding.rebind(tensors)
 
-    def run(self) -> None:
-        self._npu.run(self._binding, self._seconds)
+    def start(self) -> _Execution:
+        return self._npu.start(self._binding, self._seconds)
+
+
+class _Execution:
+    """Over at a moment by the clock of perf_counter."""
+
+    def __init__(self, end: float) -> None:
+        self._end = end
+
+    def wait(self) -> None:
+        _sleep_until(self._end)
 
 
 class IdleRuntime:
@@ -120,8 +127,8 @@ class IdleRuntime:
     def rebind(self, tensors: Tensors) -> None:
         pass
 
-    def run(self) -> None:
-        pass
+    def start(self) -> Done:
+        return Done()
 
 
 class SimulatedFlash:

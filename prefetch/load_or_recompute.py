@@ -4,11 +4,11 @@ Graphs and flash work side by side, so the question is not which is faster but w
 from the front while its end is loaded (Cake, Jin et al. 2024, arXiv 2410.03065): what flash holds before `front` is
 computed, what it holds behind is loaded. `front` 0 loads all, at the end of the prompt nothing; in between lies a part.
 
-With C(n) the seconds of graph calls for n tokens, L those of the load, and graphs of `groups` layer groups, each of
-which may start when its layers are in place:
+With C(n) the seconds of graph calls for n tokens, L those of the load, and graphs of layer groups, each of which may
+start when its layers are in place. The first has the share f of all layers, the last the share l:
 
-    computing waits for all        T = max(L / groups + C(n),  L + C(n) / groups)
-    a calls for tokens ahead of    T = max(max(C(a), L / groups) + C(n - a),  max(C(a), L) + C(n - a) / groups)
+    computing waits for all        T = max(f L + C(n),  L + l C(n))
+    a calls for tokens ahead of    T = max(max(C(a), f L) + C(n - a),  max(C(a), L) + l C(n - a))
     all that flash holds go first
 
 The least T over all fronts and both ways wins. Loading all, with nothing ahead, is given up only for a gain that is
@@ -122,13 +122,13 @@ def decide(
     repaired: Callable[[int], int],
     compute: Callable[[int], float],
     load: Callable[[int], float],
-    groups: int,
+    shares: Sequence[float],
 ) -> Decision:
     """The fastest way to prefill `tokens` tokens of which `held`, ascending and disjoint, need not be computed.
 
     repaired(front): how many moved tokens are computed again when those that flash holds before `front` are not used.
     compute(n), load(n): seconds of graph calls for n tokens, and to bring n bytes from flash into place.
-    groups: into how many layer groups graphs are split.
+    shares: of all layers, that each of the layer groups of the graphs has.
     """
     cold = [piece for piece in held if piece.nbytes]
     if not cold:
@@ -137,12 +137,12 @@ def decide(
     *fronts, end = _fronts(cold)
     ways: list[Decision] = []
     for front in fronts:
-        least, *both = _way(tokens, held, front, repaired, compute, load, groups)
+        least, *both = _way(tokens, held, front, repaired, compute, load, shares)
         ways += both
         if least >= min(way.seconds for way in ways):
             break  # the later the front, the more there is to compute
     load_all = ways[0]
-    nothing, ahead = _way(tokens, held, end, repaired, compute, load, groups)[1:]
+    nothing, ahead = _way(tokens, held, end, repaired, compute, load, shares)[1:]
     best = min((*ways, nothing, ahead), key=lambda way: way.seconds)
     chosen = best if best.seconds < WORTH * load_all.seconds else load_all
     return chosen._replace(load_all=load_all.seconds, load_nothing=nothing.seconds)
@@ -159,7 +159,7 @@ def _way(
     repaired: Callable[[int], int],
     compute: Callable[[int], float],
     load: Callable[[int], float],
-    groups: int,
+    shares: Sequence[float],
 ) -> tuple[float, Decision, Decision]:
     """What graphs take with this front; both ways: waiting for flash with everything, and with what needs it only."""
     lost = [piece for piece in held if piece.nbytes and piece.start < front and not piece.moved]
@@ -177,8 +177,8 @@ def _way(
 
     def way(ahead: int, first: int) -> Decision:
         before, rest = compute(first), compute(due - first)
-        one = max(before, seconds / groups) + rest
-        all_ = max(before, seconds) + rest / groups
+        one = max(before, seconds * shares[0]) + rest
+        all_ = max(before, seconds) + rest * shares[-1]
         return Decision(hole, front, ahead, max(one, all_), 0.0, 0.0)
 
     if not any(piece.nbytes for piece in kept):

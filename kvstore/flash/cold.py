@@ -200,13 +200,13 @@ class ColdTier:
         """Where a record lies."""
         return self._directory.block_file(key, self._under.get(key))
 
-    def reader(self, key: bytes) -> RecordReader:
-        """Open a record. Raises BadRecordError."""
-        return RecordReader(self.file(key), self.ciphers)
+    def reader(self, key: bytes, ahead: int = 0) -> RecordReader:
+        """Open a record. `ahead` as in RecordReader. Raises BadRecordError."""
+        return RecordReader(self.file(key), self.ciphers, ahead)
 
-    def reader_aside(self, number: int) -> RecordReader:
+    def reader_aside(self, number: int, ahead: int = 0) -> RecordReader:
         """Open a record that was set aside. Raises BadRecordError."""
-        return RecordReader(self._directory.aside_file(number), self.ciphers)
+        return RecordReader(self._directory.aside_file(number), self.ciphers, ahead)
 
     def under(self, key: bytes) -> Cipher | None:
         """What a record is under."""
@@ -446,6 +446,7 @@ class ColdTier:
             file_bytes=self._occupied(reader.status),
             last_use=reader.status.st_mtime,
             hits=0,
+            head_bytes=reader.head_bytes,
         )
         return row, reader.cipher
 

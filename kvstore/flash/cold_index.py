@@ -35,7 +35,10 @@ Opened = Literal["new", "sealed", "rebuilt"]
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
-    """One record on flash. `tokens` int32 little-endian; `file_bytes` as allocated; `last_use` unix seconds."""
+    """One record on flash. `tokens` int32 little-endian; `file_bytes` as allocated; `last_use` unix seconds.
+
+    `head_bytes`: of its file, up to the end of the first frame; 0 where nobody said.
+    """
 
     key: bytes
     identity: bytes
@@ -46,6 +49,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
     file_bytes: int
     last_use: float
     hits: int
+    head_bytes: int = 0
 
 
 def row_bytes(block_tokens: int) -> int:

@@ -186,12 +186,14 @@ def _laid_out(version: int, packed: bytes, stored: Sequence[bytes | memoryview])
 class RecordReader:
     """Reads one record file. The header is checked on opening, each frame when it is read.
 
-    `ciphers` open records of tenants whose keys they are; None opens what is in clear. Raises BadRecordError for
+    `ciphers` open records of tenants whose keys they are; None opens what is in clear. `ahead`: bytes of the file to
+    read at once with the header, since the first frame comes next (`Header.head_bytes`). Raises BadRecordError for
     anything that is not exactly what was written.
     """
 
-    def __init__(self, path: str | os.PathLike[str], ciphers: Ciphers | None = None) -> None:
+    def __init__(self, path: str | os.PathLike[str], ciphers: Ciphers | None = None, ahead: int = 0) -> None:
         self._ciphers = ciphers
+        self._ahead: NDArray[np.uint8] | None = None  # the file's beginning, until the first frame was read
         self.cipher: Cipher | None = None
         """What the record is under."""
         self._sealing: Sealing | None = None
@@ -205,11 +207,16 @@ class RecordReader:
                 raise NotNowError("too many open files or too little memory", str(error)) from error
             raise BadRecordError("unreadable", str(error)) from error
         try:
-            self.header, self._frames_start = self._read_header()
+            self.header, self._frames_start = self._read_header(ahead)
         except BaseException:
             self.close()
             raise
         self.bytes_read = self._frames_start
+
+    @property
+    def head_bytes(self) -> int:
+        """Of the file, up to the end of the first frame."""
+        return self._frames_start + sum(frame.length for frame in self.header.frames[:1])
 
     def frame(self, number: int, layout: Layout, out: NDArray[np.uint8]) -> None:
         """Read, check and decode layer group `number` into `out` (uint8, raw length)."""
@@ -243,6 +250,8 @@ class RecordReader:
         if checksum != frame.checksum:
             raise BadRecordError("frame checksum", f"group {number}")
         self.bytes_read += frame.length
+        if number == 0:
+            self._ahead = None
 
     def read(self, layout: Layout, start: int, out: NDArray[np.uint8]) -> None:
         """Fill `out` (uint8) with the block's raw bytes from `start` on, however they are cut into frames."""
@@ -276,10 +285,12 @@ class RecordReader:
     def close(self) -> None:
         self._file.close()
 
-    def _read_header(self) -> tuple[Header, int]:
+    def _read_header(self, ahead: int) -> tuple[Header, int]:
         self.status = self._file.status()
         size = self.status.st_size
-        first = self._read(0, min(size, 4096))
+        begun = np.empty(min(size, max(ahead, PAGE)), np.uint8)
+        self._fill([begun], 0, len(begun))
+        first = begun[:PAGE].tobytes()
         if len(first) < _PREAMBLE.size:
             raise BadRecordError("truncated", f"{size} bytes")
         magic, version, length, checksum = _PREAMBLE.unpack_from(first)
@@ -304,6 +315,8 @@ class RecordReader:
                 "truncated" if size < expected else "size", f"{size} bytes instead of {expected}"
             )
         self._header_end = end
+        if len(begun) > PAGE:
+            self._ahead = begun
         return header, size - frames
 
     def _header_of(self, version: int, body: bytes) -> Header:
@@ -357,14 +370,24 @@ class RecordReader:
 
     def _chunks(self, offset: int, length: int) -> Iterator[NDArray[np.uint8]]:
         """What there is of `length` bytes of frames from `offset` on, each part good until this thread reads again."""
+        at, ahead = self._frames_start + offset, self._ahead
+        if ahead is not None and at + length <= len(ahead):
+            yield ahead[at : at + length]
+            return
         try:
-            yield from self._file.chunks(self._frames_start + offset, length)
+            yield from self._file.chunks(at, length)
         except OSError as error:
             raise BadRecordError("unreadable", str(error)) from error
 
     def _read_pieces(self, frame: Frame, pieces: Sequence[NDArray[np.uint8]]) -> None:
-        """One contiguous read, scattered over the pieces of a frame."""
-        self._fill(pieces, self._frames_start + frame.offset, frame.length)
+        """One contiguous read, scattered over the pieces of a frame; none where it was read ahead."""
+        at, ahead = self._frames_start + frame.offset, self._ahead
+        if ahead is None or at + frame.length > len(ahead):
+            self._fill(pieces, at, frame.length)
+            return
+        for piece in pieces:
+            piece[:] = ahead[at : at + len(piece)]
+            at += len(piece)
 
     def _read(self, offset: int, length: int) -> bytes:
         data = np.empty(length, dtype=np.uint8)

@@ -198,7 +198,7 @@ class WriteBehind:
             self._refuse("no key", error)
             return
         raw = self._tiers.raw(block)
-        _, pieces = record.encode(
+        header, pieces = record.encode(
             identity=namespace.digest,
             key=block.key,
             parent_key=block.parent_key,
@@ -213,6 +213,7 @@ class WriteBehind:
         )
         with self._tiers.lock:
             nbytes = sum(len(piece) for piece in pieces)
+            head_bytes = nbytes - sum(frame.length for frame in header.frames[1:])
             owner = self._tiers.owner(namespace)
             reserved = self._tiers.reserve_cold(nbytes, None if asked else block, owner)
             over_quota = reserved is None and self._tiers.quotas.exceeds_flash(owner, nbytes)
@@ -231,7 +232,7 @@ class WriteBehind:
             return
         with self._tiers.lock:
             cold.release(reserved - size)
-            self._tiers.written(block, size)
+            self._tiers.written(block, size, head_bytes)
 
     def _save_vectors(self, *, all_of_them: bool) -> None:
         for semantics in self._tiers.semantics():

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvstore.errors import BufferTooSmallError, KVStoreError
+from kvstore.pipeline.layer_groups import shares
 from kvstore.pipeline.rope import DynamicNtk, LongRope, Rope
 
 Dtype = Literal["float16", "bfloat16", "float32"]
@@ -216,9 +217,10 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         return self.layers[layer].kv_heads, tokens, self.layers[layer].value_dim
 
     def groups(self, count: int) -> tuple[range, ...]:
-        """Cut the layers into `count` contiguous groups of near equal bytes, each with KV in it.
+        """Cut the layers into `count` contiguous groups of near equal bytes, the first two of half as many.
 
-        Each cut lies at the layer boundary nearest to its share of the bytes. Where fewer than `count` layers
+        Each has KV in it. Each cut lies at the layer boundary nearest to its share of the bytes, which
+        `pipeline.layer_groups` says. Where fewer than `count` layers
         hold KV, each of these is a group. Raises LayoutError for a count below 1.
         """
         if count < 1:
@@ -227,8 +229,8 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         count = min(count, len(holding))
         ends = [self._ends[number] for number in holding]
         starts = [0]  # of each group, as an index into `holding`
-        for group in range(1, count):
-            share = self.token_bytes * group / count
+        for group, part in enumerate(accumulate(shares(count)[:-1]), start=1):
+            share = float(self.token_bytes * part)
             inside = bisect_left(ends, share)  # the layer in which the share ends: cut before or after it
             before = ends[inside - 1] if inside else 0
             nearest = inside if share - before < ends[inside] - share else inside + 1

@@ -12,16 +12,19 @@ from ..flash.cold import ColdTier
 from ..flash.record import BadRecordError, RecordReader
 
 
-def open_record(cold: ColdTier, block: Block, lock: AbstractContextManager[Any]) -> RecordReader:
+def open_record(
+    cold: ColdTier, block: Block, lock: AbstractContextManager[Any], *, ahead: bool = False
+) -> RecordReader:
     """Open a block's record and check that it is this block. Raises BadRecordError.
 
+    ahead: its first frame is read next, so it comes with the header, in one read.
     Called outside the store's lock, on a leased block; `lock` is that lock.
     """
     try:
-        reader = _reader(cold, block)
+        reader = _reader(cold, block, ahead)
     except BadRecordError:
         with lock:  # it may have been set aside just then, which happens under the lock
-            reader = _reader(cold, block)
+            reader = _reader(cold, block, ahead)
     header = reader.header
     for reason, same in (
         ("identity", header.identity == block.namespace.digest),
@@ -38,5 +41,6 @@ def open_record(cold: ColdTier, block: Block, lock: AbstractContextManager[Any])
     return reader
 
 
-def _reader(cold: ColdTier, block: Block) -> RecordReader:
-    return cold.reader_aside(block.number) if block.aside else cold.reader(block.key)
+def _reader(cold: ColdTier, block: Block, ahead: bool) -> RecordReader:
+    nbytes = block.head_bytes if ahead else 0
+    return cold.reader_aside(block.number, nbytes) if block.aside else cold.reader(block.key, nbytes)

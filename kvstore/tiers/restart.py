@@ -29,6 +29,7 @@ def row_of(block: Block) -> Row:
         file_bytes=block.cold_bytes,
         last_use=block.last_use,
         hits=block.hits,
+        head_bytes=block.head_bytes,
     )
 
 
@@ -88,4 +89,5 @@ def _block_of(row: Row, number: int, space: Namespace) -> Block:
         last_use=row.last_use,
     )
     on_flash(block, row.file_bytes)
+    block.head_bytes = row.head_bytes
     return block

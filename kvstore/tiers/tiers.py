@@ -188,22 +188,26 @@ class Tiers(Holdings):
             self.leave_flash(victim)
         return size
 
-    def written(self, block: Block, size: int) -> None:
-        """A block's record is on flash."""
+    def written(self, block: Block, size: int, head_bytes: int) -> None:
+        """A block's record is on flash; `head_bytes` as in `Row`."""
         assert self.cold is not None
         if block.doomed:
             self.cold.remove(block.key, size)
             return
         on_flash(block, size)
+        block.head_bytes = head_bytes
         self.orders.insert("cold", block)
         self.orders.changed(block)
         self.leased["cold"] += block.leases > 0
         self._discard_tail(block)
 
-    def open_record(self, block: Block) -> RecordReader:
-        """Open a block's record and check that it is this block. Outside the lock. Raises BadRecordError."""
+    def open_record(self, block: Block, *, ahead: bool = False) -> RecordReader:
+        """Open a block's record and check that it is this block. Outside the lock. Raises BadRecordError.
+
+        ahead: its first frame is read next, so it comes with the header, in one read.
+        """
         assert self.cold is not None
-        return block_record.open_record(self.cold, block, self.lock)
+        return block_record.open_record(self.cold, block, self.lock, ahead=ahead)
 
     def quarantine(self, block: Block, error: BadRecordError) -> None:
         """A record failed a check: set it aside, count the reason, forget the block."""

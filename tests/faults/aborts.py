@@ -26,7 +26,7 @@ from kvstore.pipeline.graphs import Graph
 from kvstore.pipeline.kv_allocation import KvAllocation
 from kvstore.pipeline.onnx_runtime import OnnxRuntime
 from kvstore.pipeline.recompute import Attended, FirstTokens
-from kvstore.pipeline.runtime import Binding, CompiledGraph, Tensors
+from kvstore.pipeline.runtime import Binding, CompiledGraph, Execution, Tensors
 from kvstore.quality.reuse import Policy, Verdict
 from kvstore.session import Session, identity_of
 from kvstore.store import KVStore
@@ -98,9 +98,9 @@ class _Binding:
     def rebind(self, tensors: Tensors) -> None:
         self._binding.rebind(tensors)
 
-    def run(self) -> None:
+    def start(self) -> Execution:
         self._runtime.count()
-        self._binding.run()
+        return self._binding.start()
 
 
 def abort_runs(

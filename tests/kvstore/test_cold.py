@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from kvstore.errors import BudgetError
 from kvstore.flash import flash_file, record
@@ -331,6 +334,53 @@ def test_a_record_is_checked_whole_and_by_groups(tmp_path: Path) -> None:
     with pytest.raises(record.BadRecordError, match="truncated: group 3"):
         reader.check_frames()
     reader.close()
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 4096, -1, 4097, 50_000, 10_000_000])
+def test_the_first_frame_comes_with_the_header_in_one_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: int
+) -> None:
+    """Where it is known how long both are; where that is wrong, the same bytes come in more reads."""
+    order = np.random.default_rng(4)
+    stored = [order.bytes(length) for length in (70_000, 30_000)]
+    checksums = [xxhash.xxh3_64_intdigest(each) for each in stored]
+    table = (
+        record.Frame(0, (0, 1), "", (60_000, 10_000), 70_000, checksums[0]),
+        record.Frame(70_000, (1, 2), "", (30_000,), 30_000, checksums[1]),
+    )
+    header = record.Header(bytes(32), bytes(32), b"", 0, bytes(512), True, table)
+    file = _file(tmp_path / "record", b"".join(record.assemble(header, stored)))
+    reads = []
+    plain = record.FlashReader.read
+
+    def read(self: record.FlashReader, pieces: Sequence[NDArray[np.uint8]], offset: int) -> int:
+        reads.append(offset)
+        return plain(self, pieces, offset)
+
+    with contextlib.closing(record.RecordReader(file)) as known:
+        right = known.head_bytes
+    monkeypatch.setattr(record.FlashReader, "read", read)
+    for ahead in (right, wrong):
+        reads.clear()
+        with contextlib.closing(record.RecordReader(file, None, ahead)) as reader:
+            for number, content in enumerate(stored):
+                pieces = [np.empty(length, np.uint8) for length in table[number].lengths]
+                reader.stored(number, pieces)
+                assert b"".join(piece.tobytes() for piece in pieces) == content
+            assert reader.bytes_read == file.stat().st_size
+        assert len(reads) == (2 if ahead >= right else 3)
+
+
+def test_a_damaged_first_frame_is_found_also_when_it_comes_with_the_header(tmp_path: Path) -> None:
+    content = np.random.default_rng(4).bytes(70_000)
+    frame = record.Frame(0, (0, 1), "", (70_000,), 70_000, xxhash.xxh3_64_intdigest(content))
+    header = record.Header(bytes(32), bytes(32), b"", 0, bytes(512), True, (frame,))
+    whole = bytearray(b"".join(record.assemble(header, [content])))
+    whole[-1] ^= 1
+    with contextlib.closing(
+        record.RecordReader(_file(tmp_path / "record", bytes(whole)), None, len(whole))
+    ) as reader, pytest.raises(record.BadRecordError, match="frame checksum"):
+        reader.stored(0, [np.empty(70_000, np.uint8)])
 
 
 def _file(path: Path, content: bytes) -> Path:

@@ -115,7 +115,9 @@ def test_a_short_buffer_is_refused_with_both_sizes() -> None:
 
 
 @given(layouts(), st.integers(1, 15))
-def test_groups_are_contiguous_hold_kv_and_are_near_equal(layout: Layout, count: int) -> None:
+def test_groups_are_contiguous_hold_kv_and_are_near_equal_but_the_first_two(
+    layout: Layout, count: int
+) -> None:
     groups = layout.groups(count)
     holding = sum(layer.holds_kv for layer in layout.layers)
     assert len(groups) == min(count, holding)
@@ -125,15 +127,20 @@ def test_groups_are_contiguous_hold_kv_and_are_near_equal(layout: Layout, count:
     largest = max(layout.layer_bytes(layer, 1) for layer in range(len(layout.layers)))
     assert min(sizes) > 0
     # Each cut is half a layer off at most, unless a layer wider than a share pushes its neighbours.
-    if largest <= layout.token_bytes / len(groups):
-        assert max(abs(size - layout.token_bytes / len(groups)) for size in sizes) <= largest
+    lengths = [1, 2][: len(groups)] if len(groups) < 3 else [1, 1, *[2] * (len(groups) - 2)]
+    part = layout.token_bytes / sum(lengths)
+    if largest <= part:
+        assert all(abs(size - part * length) <= largest for size, length in zip(sizes, lengths, strict=True))
 
 
-def test_groups_of_equal_layers_differ_by_one_layer() -> None:
+def test_groups_of_equal_layers_differ_by_one_layer_and_the_first_two_are_half_as_long() -> None:
     layout = Layout.uniform(layers=30, kv_heads=3, head_dim=64, rope=ROPE)
-    for count in range(1, 31):
-        lengths = [len(group) for group in layout.groups(count)]
-        assert max(lengths) - min(lengths) <= 1
+    for count in range(3, 31):
+        first, second, *others = [len(group) for group in layout.groups(count)]
+        assert max(others) - min(others) <= 1
+        assert max(abs(each - max(1, 30 / (2 * count - 2))) for each in (first, second)) < 1
+    assert [len(group) for group in layout.groups(2)] == [10, 20]
+    assert [len(group) for group in layout.groups(1)] == [30]
     with pytest.raises(LayoutError, match="0 layer groups asked for"):
         layout.groups(0)
 

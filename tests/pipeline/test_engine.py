@@ -22,6 +22,7 @@ from kvstore.pipeline.call import Call
 from kvstore.pipeline.engine import InvalidTokens, StaticGraphEngine
 from kvstore.pipeline.graphs import EMPTY
 from kvstore.pipeline.kv_allocation import ContextExceeded
+from kvstore.pipeline.layer_groups import layer_groups
 from kvstore.pipeline.onnx_runtime import OnnxRuntime, ProviderUnavailable
 from kvstore.pipeline.simulated import IdleRuntime, SimulatedNpu
 from kvstore.pipeline.tokenizer import Tokenizer
@@ -138,6 +139,19 @@ def test_every_split_into_calls_and_slots_gives_the_same(
 
 def test_no_more_layer_groups_than_layers(make: Make) -> None:
     assert make(groups=9).layer_groups == [range(1), range(1, 2), range(2, 3)]
+
+
+@given(st.integers(1, 100), st.data())
+def test_the_first_two_layer_groups_are_half_as_long_as_the_others(layers: int, data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, layers))
+    groups = layer_groups(layers, count)
+    assert [layer for group in groups for layer in group] == list(range(layers))
+    assert all(len(group) >= 1 for group in groups)
+    part = layers / (2 * count - 2) if count > 2 else layers / (2 * count - 1)
+    if part >= 1:
+        short = 2 if count > 2 else 1
+        assert all(abs(len(group) - part) <= 1 for group in groups[:short])
+        assert all(abs(len(group) - 2 * part) <= 1 for group in groups[short:])
 
 
 def test_layer_groups_do_not_change_a_bit(make: Make) -> None:

@@ -61,7 +61,7 @@ def run(runtime: OnnxRuntime, graph: Graph, inputs: Arrays, in_place: bool = Fal
         dtype = onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
         same = inputs.get(value.name.removesuffix("_out")) if in_place else None
         outputs[value.name] = np.zeros(shape, dtype) if same is None else same
-    runtime.compile(graph).bind({**inputs, **outputs}).run()
+    runtime.compile(graph).bind({**inputs, **outputs}).start().wait()
     return outputs
 
 

@@ -1,0 +1,25 @@
+"""How layers are cut into the groups that are loaded and computed one after another.
+
+The first two groups are half as long as the others: nothing else runs beside the load of the first, and little beside
+that of the second. Of 15 groups 1/28 of a load is waited for instead of 1/15.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from itertools import pairwise
+
+
+def shares(count: int) -> list[Fraction]:
+    """Which share of the whole each of `count` >= 1 groups is, in order."""
+    lengths = [1, 1, *[2] * (count - 2)] if count > 2 else [1, 2][:count]
+    return [Fraction(length, sum(lengths)) for length in lengths]
+
+
+def layer_groups(layers: int, count: int) -> list[range]:
+    """Cut `layers` equal layers into `count` <= `layers` groups of one layer or more."""
+    cuts, share = [0], Fraction(0)
+    for left, each in zip(range(count - 1, -1, -1), shares(count), strict=True):
+        share += each
+        cuts.append(min(max(round(layers * share), cuts[-1] + 1), layers - left))
+    return [range(start, stop) for start, stop in pairwise(cuts)]

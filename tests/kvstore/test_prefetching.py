@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,17 @@ def test_hinted_tokens_are_in_memory_before_they_are_asked_for(store: KVStore) -
     assert count(store, "waiting") == count(store, "read") > 0
     assert load(store, tokens) == len(tokens)
     assert count(store, "used") == count(store, "read")
+
+
+def test_who_looks_all_the_time_whether_it_has_come_does_not_keep_it_from_coming(store: KVStore) -> None:
+    """Look-ups count as requests, and the prefetcher stands back for requests: so it stood back for ever."""
+    tokens = some(1)
+    on_flash(store, tokens)
+    store.hint(tokens=tokens)
+    deadline = time.monotonic() + SECONDS
+    while hits(store, tokens) < len(tokens):
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
 
 
 def test_what_a_text_speaks_of_is_fetched_with_what_stands_beside_it(store: KVStore) -> None:

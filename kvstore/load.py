@@ -79,35 +79,39 @@ class Load(Iterator[LoadedGroup]):
         lease.check_usable()
         self._sources = sources = _sources(lease, wanted)
         self._reading = reading = lease.reading([Need(each.block, each.unread) for each in sources])
-        tiles = [
-            _Tile(group, source)
-            for group in range(len(groups))
-            for source in sources
-            if reading.includes(source.number, group)
-        ]
-        near = [tile for tile in tiles if tile.source.places[0].piece.target < wanted.first]
-        far = [tile for tile in tiles if tile.source.places[0].piece.target >= wanted.first]
-        self._first = len(near)
-        self._targets: list[list[int]] = [[] for _ in groups]
-        for tile in far:
-            self._targets[tile.group].append(tile.source.places[0].piece.target)
-        self._ends = [*itertools.accumulate(map(len, self._targets), initial=len(near))][1:]
+        far = [reading.is_far(source.number) for source in sources]
+        from_flash: list[_Tile] = []
+        in_memory: list[_Tile] = []
+        self._flash_until = [0]
+        """How many of the first n tiles come from flash."""
+
+        def order(group: int, some: Sequence[_Source]) -> list[int]:
+            """Put tiles behind those that are there; where they go to."""
+            targets = []
+            for source in some:
+                if source.unread and not reading.includes(source.number, group):
+                    continue
+                (from_flash if far[source.number] else in_memory).append(_Tile(group, source))
+                self._flash_until.append(len(from_flash))
+                targets.append(source.target)
+            return targets
+
+        near = [source for source in sources if source.target < wanted.first]
+        for group in range(len(groups)):
+            order(group, near)
+        self._first = len(self._flash_until) - 1
+        rest = [source for source in sources if source.target >= wanted.first]
+        self._targets = [order(group, rest) for group in range(len(groups))]
+        self._ends = [*itertools.accumulate(map(len, self._targets), initial=self._first)][1:]
 
         def bring(tile: _Tile) -> None:  # knows nothing of this load, whose collection ends it
             if good.includes_any(tile.source):
                 bring_tile(tile, reading, wanted, layout, groups)
 
         layout = lease.layout
-        tiles = [*near, *far]
-        on_flash = [reading.is_far(tile.source.number) for tile in tiles]
-        self._flash_until = [0, *itertools.accumulate(on_flash)]
-        """How many of the first n tiles come from flash."""
-        from_flash = list(itertools.compress(tiles, on_flash))
         reading.start([(tile.source.number, tile.group) for tile in from_flash])
         self._flow = Flow(lease.pool, from_flash, bring)
-        self._placing = Direct(
-            lease.pool, [tile for tile, is_far in zip(tiles, on_flash, strict=True) if not is_far], bring
-        )
+        self._placing = Direct(lease.pool, in_memory, bring)
         self._closed = False
 
     def __next__(self) -> LoadedGroup:
@@ -201,6 +205,11 @@ class _Source:
     block: HeldBlock
     places: list[_Place]
     unread: frozenset[int] = frozenset()  # layer groups of which no token to be computed reads anything
+
+    @property
+    def target(self) -> int:
+        """The first of the places."""
+        return self.places[0].piece.target
 
 
 def _sources(lease: Lease, wanted: Wanted) -> list[_Source]:

@@ -18,8 +18,10 @@ $(VENV)/.ready: pyproject.toml setup.py $(NATIVE)
 demo: $(VENV)/.ready
 	$(BIN)/kvstore demo $(ARGS)
 
+# By two processes, since many tests wait for a disk or for another process; `ARGS="-n 0"` runs one after the other.
+# Hundreds of tests start a process: one that may keep no bytecode compiles all of the package each time.
 test: lint
-	$(BIN)/python -m pytest $(ARGS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 # Type-checks what a user installs: the wheel, unpacked, where `kvstore.index` and its siblings resolve.
 lint: $(VENV)/.ready

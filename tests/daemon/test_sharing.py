@@ -241,13 +241,13 @@ def test_leases_end_with_their_connection(tmp_path: Path) -> None:
 
 
 def test_a_lease_that_nobody_renews_ends(tmp_path: Path) -> None:
-    with daemon(tmp_path / "kv", lease_seconds=0.4) as running, connected(running) as store:
+    with daemon(tmp_path / "kv", lease_seconds=1) as running, connected(running) as store:
         put(store, prompt(1, 50))
         with raw_client(running.socket) as client:
             client.greet()
             leased = lease_of(client, client.open(identity()), prompt(1, 50))
             kept = lease_of(client, 1, prompt(1, 50))
-            for _ in range(8):
+            for _ in range(15):
                 time.sleep(0.1)
                 assert client.ask(wire.Renew(5, kept.lease)) == wire.Done(5)
             assert client.ask(wire.Renew(5, leased.lease)).kind == "LeaseReleasedError"
@@ -271,11 +271,11 @@ def test_nothing_of_an_expired_lease_counts_as_loaded(tmp_path: Path) -> None:
 
 def test_a_lease_in_use_is_renewed(tmp_path: Path) -> None:
     buffer = empty(50)
-    with daemon(tmp_path / "kv", lease_seconds=0.6) as running, connected(running) as store:
+    with daemon(tmp_path / "kv", lease_seconds=1.5) as running, connected(running) as store:
         put(store, prompt(1, 50))
         with store.lease(store.lookup(prompt(1, 50))) as lease:
             for _ in range(6):
-                time.sleep(0.3)
+                time.sleep(0.4)
                 assert lease.load_into(buffer) == 50
         assert matches(buffer, prompt(1, 50), store.identity, 50)
         assert store.stats().counts.get("leases_expired", 0) == 0

@@ -10,15 +10,17 @@ Lengths are real with --data: prompts of azure-llm-2023, of which nothing is reu
                         padded by itself: a stack without a scheduler
     one size, apart     a single C, each piece padded by itself, but of each context length S
     one size, merged    a single C over all pieces together
+    one S a prompt      as scheduled, but every call reads all slots of the prompt's context length
     pieces apart        the cheapest calls for each piece by itself
     greedy              the better of two: calls of the largest size while they are full, then the smallest that holds
-                        the rest; or always the call that costs least per token it takes
+                        the rest; or always the call that costs least per token it takes; from the front or to it
     scheduled           kvstore.pipeline.schedule
-    any order           merged without regard to order, an unbounded knapsack: what no way to merge beats
+    any order           merged without regard to order: what no way to merge beats
     call-free           tokens at the best seconds per token: what nothing beats
 
-A single C is the best one in hindsight, workload by workload. Calls of this engine take any ascending tokens, so
-merging in order should reach the bound for any order.
+A single C is the best one in hindsight, workload by workload. From `pieces apart` on, a call reads the slots up to the
+window that its last token needs, and no more. Calls of this engine take any ascending tokens, so merging in order
+should reach the bound for any order: whatever calls there are, sorted tokens need the least windows.
 
 Costs are this machine's: SmolLM2-135M-Instruct on ONNX Runtime CPU, at two context lengths. They are processor seconds
 of a call divided by the threads, which other work on the machine hardly changes; wall time stands beside them.
@@ -27,7 +29,9 @@ With --quick they are wall times, as the engine measured them earlier.
 
 from __future__ import annotations
 
+import bisect
 import csv
+import itertools
 import math
 import os
 import random
@@ -49,10 +53,11 @@ from kvstore import models
 from kvstore.moved import SHORTEST
 from kvstore.pipeline.call import Call
 from kvstore.pipeline.engine import StaticGraphEngine
+from kvstore.pipeline.graphs import EMPTY
 from kvstore.pipeline.kv_allocation import KvAllocation
 from kvstore.pipeline.onnx_runtime import OnnxRuntime
 from kvstore.pipeline.recompute import Attended, Evidence, FirstTokens, MovedRun, select
-from kvstore.pipeline.schedule import CallCosts, interpolate, suggest_sizes
+from kvstore.pipeline.schedule import WINDOWED, CallCosts, Windows, interpolate, suggest_sizes
 from kvstore.pipeline.tokenizer import Tokenizer
 
 CONTEXTS = (1024, 2048)
@@ -63,17 +68,27 @@ THREADS = len(os.sched_getaffinity(0))
 
 
 class Prompt(NamedTuple):
-    """The tokens of a prompt that have to be computed: lengths of what stands together, in order, and over what S."""
+    """The tokens of a prompt that have to be computed: what stands together as [begin, end), in order; over what S."""
 
     slots: int
-    pieces: tuple[int, ...]
+    pieces: tuple[tuple[int, int], ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(end - begin for begin, end in self.pieces)
+
+    @property
+    def places(self) -> Places:
+        return np.concatenate([np.arange(begin, end) for begin, end in self.pieces])
 
 
+Places = NDArray[np.int64]
 Workload = Counter[Prompt]
 Costs = Mapping[int, CallCosts]
 """By context length S."""
-Sizes = Sequence[int]
-Choose = Callable[[Prompt, CallCosts], Sizes]
+Calls = Sequence[tuple[int, Places]]
+"""Size of each call, and where its tokens stand."""
+Choose = Callable[[Prompt, CallCosts], Calls]
 
 
 def main() -> int:
@@ -87,7 +102,7 @@ def main() -> int:
         "bench.scheduler", "ONNX Runtime CPU; costs of calls x lengths, run only where it says so"
     )
     with Progress(transient=True) as progress:
-        costs = _kept(report, engine) if args.quick else _measured(report, engine, 5, progress)
+        costs = _kept(report, engine) if args.quick else _measured(report, engine, 3, progress)
         workloads = _azure(args.data)
         for name in progress.track(REUSING, description="workloads"):
             workloads |= _reused(name, encode, args.data, 40 if args.quick else 150)
@@ -106,30 +121,62 @@ def _kept(report: Report, engine: StaticGraphEngine) -> Costs:
     )
     for size in engine.sizes:
         rows.append((size, *(costs[slots].seconds[size] * 1e3 for slots in CONTEXTS)))
-    return {slots: CallCosts(each.seconds) for slots, each in costs.items()}
+    return {slots: CallCosts(each.seconds, each.windows) for slots, each in costs.items()}
 
 
 def _measured(report: Report, engine: StaticGraphEngine, rounds: int, progress: Progress) -> Costs:
-    """The least of `rounds` calls, all sizes and context lengths in turns."""
-    walls: dict[tuple[int, int], list[float]] = {}
-    costs: dict[tuple[int, int], list[float]] = {}
+    """The least of `rounds` calls, all sizes, windows and context lengths in turns."""
+    walls: dict[tuple[int, int, int], list[float]] = {}
+    costs: dict[tuple[int, int, int], list[float]] = {}
     memory = {slots: engine.allocate(slots - 1) for slots in CONTEXTS}
+    windows = {slots: _windows(engine, slots) for slots in CONTEXTS}
     for turn in progress.track(range(rounds + 1), description="costs"):
         for slots, kv in memory.items():
             for size in engine.sizes:
-                wall, cost = _timed(engine, kv, [size])
-                if turn:  # the first compiles
-                    walls.setdefault((slots, size), []).append(wall)
-                    costs.setdefault((slots, size), []).append(cost)
-    rows = report.table(
-        f"ms of a call, least of {rounds}: cost, cost of a token, wall time (far above cost: the machine was busy)",
-        ("C", *(f"S={slots} {what}" for what in ("cost", "a token", "wall") for slots in CONTEXTS)),
-    )
-    for size in engine.sizes:
-        each = [min(costs[slots, size]) * 1e3 for slots in CONTEXTS]
-        wall_each = [min(walls[slots, size]) * 1e3 for slots in CONTEXTS]
-        rows.append((size, *each, *(ms / size for ms in each), *wall_each))
-    return {slots: CallCosts({size: min(costs[slots, size]) for size in engine.sizes}) for slots in CONTEXTS}
+                for window in [each for each in windows[slots][size >= WINDOWED] if each >= size]:
+                    end = min(window, kv.capacity)
+                    wall, cost = _timed(engine, kv, [(size, np.arange(max(0, end - size), end))])
+                    if turn:  # the first compiles
+                        walls.setdefault((slots, size, window), []).append(wall)
+                        costs.setdefault((slots, size, window), []).append(cost)
+    found: dict[int, CallCosts] = {}
+    for slots in CONTEXTS:
+        rows = report.table(
+            f"S={slots}: ms of a call, least of {rounds}; a token: of it; wall: far above cost the machine was busy",
+            ("C", "cost", "a token", "wall", *(f"W={window}, share" for window in windows[slots][True][:-1])),
+        )
+        shares: dict[int, list[float]] = {window: [] for window in windows[slots][True]}
+        for size in engine.sizes:
+            whole = min(costs[slots, size, slots])
+            row = []
+            for window in windows[slots][True]:
+                if each := costs.get((slots, size, window)):
+                    shares[window].append(min(each) / whole)
+                row.append(f"{min(each) / whole:.3f}" if each else "")
+            wall = min(walls[slots, size, slots])
+            rows.append((size, whole * 1e3, whole * 1e3 / size, wall * 1e3, *row[:-1]))
+        median = [min(1.0, statistics.median(each)) for each in shares.values()]
+        rising = dict(zip(shares, itertools.accumulate(median, max), strict=True)) | {slots: 1.0}
+        seconds = {size: min(costs[slots, size, slots]) for size in engine.sizes}
+        found[slots] = CallCosts(seconds, Windows(rising))
+        line = Windows.on_a_line(list(rising), next(iter(rising.values())))
+        off = max(abs(line.shares[window] / share - 1) for window, share in rising.items())
+        rows.append(("median", "", "", "", *(f"{share:.3f}" for share in list(rising.values())[:-1])))
+        rows.append(
+            (
+                f"on a line, {off:.1%} off",
+                "",
+                "",
+                "",
+                *(f"{share:.3f}" for share in list(line.shares.values())[:-1]),
+            )
+        )
+    return found
+
+
+def _windows(engine: StaticGraphEngine, slots: int) -> tuple[list[int], list[int]]:
+    """Of small graphs, and of larger ones."""
+    return [slots], [*engine.windows.get(slots, ()), slots]
 
 
 def _azure(data: Path | None) -> dict[str, Workload]:
@@ -145,7 +192,7 @@ def _azure(data: Path | None) -> dict[str, Workload]:
     found: dict[str, Workload] = {}
     for name, some in lengths.items():
         cut = (min(max(1, tokens), CONTEXTS[-1] - 1) for tokens in some)
-        found[name] = Counter(Prompt(_slots(tokens), (tokens,)) for tokens in cut)
+        found[name] = Counter(Prompt(_slots(tokens), ((0, tokens),)) for tokens in cut)
     return found
 
 
@@ -171,7 +218,7 @@ def _reused(
                 again = select(choose, runs, Evidence(attention=attention)) if runs else []
                 held_now = held.copy()
                 held_now[again] = False
-                found[f"{name}, {repair}"][Prompt(_slots(end), _lengths(~held_now))] += 1
+                found[f"{name}, {repair}"][Prompt(_slots(end), _pieces(~held_now))] += 1
         shown |= {request.system, *request.segments}
     return found
 
@@ -197,10 +244,10 @@ def _slots(tokens: int) -> int:
     return next(slots for slots in CONTEXTS if tokens < slots)
 
 
-def _lengths(chosen: NDArray[np.bool_]) -> tuple[int, ...]:
-    """How many chosen tokens stand together, piece by piece."""
-    edges = np.flatnonzero(np.diff(chosen.astype(np.int8), prepend=0, append=0))
-    return tuple((edges[1::2] - edges[::2]).tolist())
+def _pieces(chosen: NDArray[np.bool_]) -> tuple[tuple[int, int], ...]:
+    """What chosen tokens stand together, as [begin, end)."""
+    edges = np.flatnonzero(np.diff(chosen.astype(np.int8), prepend=0, append=0)).tolist()
+    return tuple(zip(edges[::2], edges[1::2], strict=True))
 
 
 class Sum(NamedTuple):
@@ -213,45 +260,47 @@ class Sum(NamedTuple):
 
 def _compare(report: Report, workloads: Mapping[str, Workload], costs: Costs) -> None:
     """Every way to choose calls over every workload, and the bars."""
-    knapsacks = {slots: _any_order(each.seconds) for slots, each in costs.items()}
+    whole = {slots: CallCosts(each.seconds) for slots, each in costs.items()}  # without windows
     dearest, any_order = 0.0, 0.0
     ways = (
-        "one graph", "one size, apart", "one size, merged", "pieces apart", "greedy", "any order", "call-free",
+        "one graph", "one size, apart", "one size, merged", "one S a prompt", "pieces apart", "greedy", "any order",
+        "call-free",
     )  # fmt: skip
     times = report.table(
         "seconds, as multiples of what is scheduled (single size)",
         ("workload", "prompts", "tokens", "pieces", "scheduled s", *ways),
     )
-    paddings = report.table("padding, share of all places", ("workload", *ways[:5], "scheduled"))
+    paddings = report.table("padding, share of all places", ("workload", *ways[:6], "scheduled"))
     for name, prompts in workloads.items():
         sizes = costs[CONTEXTS[0]].seconds
         largest = Workload()
         for each, n in prompts.items():
             largest[Prompt(CONTEXTS[-1], each.pieces)] += n
+        covers = {each: costs[each.slots].cover_at(each.places) for each in prompts}
+        least = {each: _any_order(each, costs[each.slots]) for each in prompts}
         sums = {
-            ways[0]: min(_total(largest, costs, _one_size(size), size) for size in sizes),
-            ways[1]: min(_total(prompts, costs, _one_size(size), size) for size in sizes),
-            ways[2]: min(_total(prompts, costs, _merged(_one_size(size)), size) for size in sizes),
-            ways[3]: _total(prompts, costs, _pieces_apart),
-            ways[4]: _total(prompts, costs, _greedy),
-            ways[5]: Sum(sum(n * knapsacks[each.slots][sum(each.pieces)] for each, n in prompts.items())),
-            ways[6]: Sum(
-                sum(n * costs[each.slots].cover(sum(each.pieces)).bound for each, n in prompts.items())
-            ),
+            ways[0]: min(_total(largest, whole, _one_size(size), size) for size in sizes),
+            ways[1]: min(_total(prompts, whole, _one_size(size), size) for size in sizes),
+            ways[2]: min(_total(prompts, whole, _merged(size), size) for size in sizes),
+            ways[3]: _total(prompts, whole, _scheduled),
+            ways[4]: _total(prompts, costs, _pieces_apart),
+            ways[5]: _total(prompts, costs, _greedy),
+            ways[6]: Sum(sum(n * least[each] for each, n in prompts.items())),
+            ways[7]: Sum(sum(n * covers[each].bound for each, n in prompts.items())),
         }
         ours = _total(prompts, costs, _scheduled)
-        tokens, count = sum(sum(each.pieces) * n for each, n in prompts.items()), prompts.total()
+        tokens, count = sum(each.tokens * n for each, n in prompts.items()), prompts.total()
         pieces = sum(len(each.pieces) * n for each, n in prompts.items())
         multiples = [
             f"{each.seconds / ours.seconds:.3f}" + (f" ({each.size})" if each.size else "")
             for each in sums.values()
         ]
         times.append((name, count, round(tokens / count), f"{pieces / count:.1f}", ours.seconds, *multiples))
-        padded = [*(sums[way].padding for way in ways[:5]), ours.padding]
+        padded = [*(sums[way].padding for way in ways[:6]), ours.padding]
         paddings.append((name, *(f"{each / (tokens + each):.1%}" for each in padded)))
         if name.startswith(HELD_TO):
-            least = sums["one graph"].seconds
-            report.bar(f"B4 {name}: scheduled / best single graph", ours.seconds / least, "<=", 0.80)
+            single = sums["one graph"].seconds
+            report.bar(f"B4 {name}: scheduled / best single graph", ours.seconds / single, "<=", 0.80)
         any_order = max(any_order, ours.seconds / sums["any order"].seconds)
         for each in prompts:
             greedy, scheduled = (choose(each, costs[each.slots]) for choose in (_greedy, _scheduled))
@@ -263,34 +312,50 @@ def _compare(report: Report, workloads: Mapping[str, Workload], costs: Costs) ->
 def _total(prompts: Workload, costs: Costs, choose: Choose, size: int | None = None) -> Sum:
     seconds, padding = 0.0, 0
     for prompt, times in prompts.items():
-        sizes = choose(prompt, costs[prompt.slots])
-        seconds += times * _cost(sizes, costs[prompt.slots])
-        padding += times * (sum(sizes) - sum(prompt.pieces))
+        calls = choose(prompt, costs[prompt.slots])
+        seconds += times * _cost(calls, costs[prompt.slots])
+        padding += times * (sum(size for size, _ in calls) - prompt.tokens)
     return Sum(seconds, padding, size)
 
 
-def _cost(sizes: Iterable[int], costs: CallCosts) -> float:
-    return sum(costs.seconds[size] for size in sizes)
+def _cost(calls: Calls, costs: CallCosts) -> float:
+    return sum(costs.of(size, int(places[-1]) + 1) for size, places in calls)
+
+
+def _in_order(sizes: Iterable[int], places: Places, padding: int = 0) -> Calls:
+    """Calls of these sizes over tokens from the first on; `padding` of the first call, the rest of the last one."""
+    ends = [max(0, end - padding) for end in itertools.accumulate(sizes, initial=0)]
+    return [(size, places[a:b]) for size, (a, b) in zip(sizes, itertools.pairwise(ends), strict=True)]
+
+
+def _equal(size: int, places: Places) -> Calls:
+    return _in_order([size] * -(-len(places) // size), places)
 
 
 def _one_size(size: int) -> Choose:
-    return lambda prompt, _: [size] * sum(-(-piece // size) for piece in prompt.pieces)
+    return lambda prompt, _: [call for piece in prompt.pieces for call in _equal(size, np.arange(*piece))]
 
 
-def _merged(choose: Choose) -> Choose:
-    return lambda prompt, costs: choose(Prompt(prompt.slots, (sum(prompt.pieces),)), costs)
+def _merged(size: int) -> Choose:
+    return lambda prompt, _: _equal(size, prompt.places)
 
 
-def _pieces_apart(prompt: Prompt, costs: CallCosts) -> Sizes:
-    return [size for piece in prompt.pieces for size in costs.cover(piece).sizes]
+def _cheapest(places: Places, costs: CallCosts) -> Calls:
+    cover = costs.cover_at(places)
+    return _in_order(cover.sizes, places, cover.padding)
 
 
-def _scheduled(prompt: Prompt, costs: CallCosts) -> Sizes:
-    return costs.cover(sum(prompt.pieces)).sizes
+def _pieces_apart(prompt: Prompt, costs: CallCosts) -> Calls:
+    return [call for piece in prompt.pieces for call in _cheapest(np.arange(*piece), costs)]
 
 
-def _greedy(prompt: Prompt, costs: CallCosts) -> Sizes:
-    largest, left = max(costs.seconds), sum(prompt.pieces)
+def _scheduled(prompt: Prompt, costs: CallCosts) -> Calls:
+    return _cheapest(prompt.places, costs)
+
+
+def _greedy(prompt: Prompt, costs: CallCosts) -> Calls:
+    places = prompt.places
+    largest, left = max(costs.seconds), len(places)
     full = [largest] * (left // largest)
     if rest := left % largest:
         full.append(min(size for size in costs.seconds if size >= rest))
@@ -298,16 +363,22 @@ def _greedy(prompt: Prompt, costs: CallCosts) -> Sizes:
     while left > 0:
         cheap.append(min(costs.seconds, key=lambda size: costs.seconds[size] / min(size, left)))
         left -= cheap[-1]
-    return min(full, cheap, key=lambda sizes: _cost(sizes, costs))
+    ways = [
+        way
+        for sizes in (full, cheap)
+        for way in (_in_order(sizes, places), _in_order(sizes[::-1], places, sum(sizes) - len(places)))
+    ]
+    return min(ways, key=lambda calls: _cost(calls, costs))
 
 
-def _any_order(seconds: Mapping[int, float]) -> list[float]:
-    """The cheapest multiset of calls with room for n tokens, by n: size after size, however often each."""
-    best = [0.0] + [math.inf] * CONTEXTS[-1]
-    for size, cost in seconds.items():
-        for tokens in range(1, len(best)):
-            best[tokens] = min(best[tokens], best[max(0, tokens - size)] + cost)
-    return best
+def _any_order(prompt: Prompt, costs: CallCosts) -> float:
+    """The cheapest calls with room for all tokens: size after size behind every token."""
+    best, windows = [0.0], sorted(costs.windows.shares) if costs.windows else [prompt.slots]
+    prices = {window: [(size, costs.of(size, window)) for size in costs.seconds] for window in windows}
+    for token, place in enumerate(prompt.places.tolist(), start=1):
+        window = windows[bisect.bisect_left(windows, place + 1)]
+        best.append(min(best[max(0, token - size)] + seconds for size, seconds in prices[window]))
+    return best[-1]
 
 
 def _suggest(report: Report, workloads: Mapping[str, Workload], costs: CallCosts) -> None:
@@ -320,8 +391,8 @@ def _suggest(report: Report, workloads: Mapping[str, Workload], costs: CallCosts
     for name in (next(iter(workloads)), "notes-1000, first 8", "phone, first 8"):
         lengths = Counter[int]()
         for prompt, times in workloads[name].items():
-            lengths[sum(prompt.pieces)] += times
-        own = _histogram(lengths, costs)
+            lengths[prompt.tokens] += times
+        own = _histogram(lengths, CallCosts(costs.seconds))
         least = _histogram(lengths, CallCosts(candidates))
         for count in (2, 4, 6):
             sizes = suggest_sizes(lengths, candidates, count)
@@ -334,8 +405,12 @@ def _histogram(lengths: Mapping[int, int], costs: CallCosts) -> float:
 
 
 def _refresh(report: Report, prompts: Workload, best: CallCosts) -> None:
-    """What wrong costs cost until calls have corrected them. Simulated: measured costs as truth, load by chance."""
-    lengths = [sum(prompt.pieces) for prompt in prompts.elements()]
+    """What wrong costs cost until calls have corrected them. Simulated: measured costs as truth, load by chance.
+
+    All calls over all slots.
+    """
+    best = CallCosts(best.seconds)
+    lengths = [prompt.tokens for prompt in prompts.elements()]
     rows = report.table(
         "refreshed costs (simulated): seconds above the best; a third of the calls take 1 to 3 times as long",
         ("table measured", "never refreshed", "prompts 1-20", "21-100", "101-300"),
@@ -361,7 +436,7 @@ def _excess(
     taken = least = 0.0
     for tokens in lengths:
         sizes = costs.cover(tokens).sizes
-        taken += _cost(sizes, best)
+        taken += sum(best.seconds[size] for size in sizes)
         least += best.cover(tokens).seconds
         if load:
             costs.observe([(size, best.seconds[size] * _slowness(load)) for size in sizes])
@@ -379,11 +454,10 @@ def _run(
     kv = engine.allocate(CONTEXTS[0] - 1)
     some = [prompt for prompt in prompts.elements() if prompt.slots == CONTEXTS[0]][:6]
     single = min(
-        costs.seconds,
-        key=lambda size: sum(_cost(_merged(_one_size(size))(each, costs), costs) for each in some),
+        costs.seconds, key=lambda size: sum(_cost(_merged(size)(each, costs), costs) for each in some)
     )
     ways: dict[str, Choose] = {
-        f"one size, merged ({single})": _merged(_one_size(single)),
+        f"one size, merged ({single})": _merged(single),
         "pieces apart": _pieces_apart,
         "scheduled": _scheduled,
     }
@@ -400,15 +474,16 @@ def _run(
         rows.append((way, sum(_cost(choose(each, costs), costs) for each in some), sum(measured), sum(walls)))
 
 
-def _timed(engine: StaticGraphEngine, kv: KvAllocation, sizes: Sizes) -> tuple[float, float]:
-    """Full calls of these sizes, one after the other from position 0: wall seconds, processor seconds a thread."""
-    calls, begin = [], 0
-    for size in sizes:
-        places = np.arange(begin, begin + size, dtype=np.int32)
-        calls.append(Call(size, np.zeros_like(places), places, places))
-        begin += size
+def _timed(engine: StaticGraphEngine, kv: KvAllocation, calls: Calls) -> tuple[float, float]:
+    """Calls for some tokens behind others that are held: wall seconds, processor seconds a thread."""
+    run = []
+    for size, places in calls:
+        at = places.astype(np.int32)
+        run.append(Call(size, np.zeros_like(at), at, at))
+    kv.slot_positions[:] = EMPTY
+    kv.slot_positions[: run[-1].slots[-1]] = np.arange(run[-1].slots[-1])
     wall, processor = time.perf_counter(), time.process_time()
-    engine.run(calls, kv)
+    engine.run(run, kv)
     return time.perf_counter() - wall, (time.process_time() - processor) / THREADS
 
 

@@ -12,15 +12,15 @@ from numpy.typing import NDArray
 from kvstore.pipeline.graphs import Graph
 from kvstore.pipeline.runtime import Binding, CompiledGraph, Done, NpuRuntime, Tensors
 
-Shape = tuple[int, int, range]
-"""C tokens over S slots through these layers."""
+Shape = tuple[int, int, int, range]
+"""C tokens over the first W of S slots through these layers: C, S, W, layers."""
 
 
 class TimedRuntime:
     """Another runtime with a watch.
 
-    `seconds` sums all runs. `samples` holds those of graphs that compute layers, by (C, S, layers): not of those that
-    only turn hidden states into logits, nor of those that also give attention.
+    `seconds` sums all runs. `samples` holds those of graphs that compute layers, by (C, S, W, layers): not of those
+    that only turn hidden states into logits, nor of those that also give attention.
     """
 
     def __init__(self, runtime: NpuRuntime) -> None:
@@ -36,7 +36,7 @@ class TimedRuntime:
         self._runtime.prepare(example)
 
     def compile(self, graph: Graph) -> CompiledGraph:
-        return _Timed(self, self._runtime.compile(graph))
+        return _Timed(self, self._runtime.compile(graph), graph.window)
 
     def note(self, shape: Shape | None, seconds: float) -> None:
         self.seconds += seconds
@@ -45,16 +45,17 @@ class TimedRuntime:
 
 
 class _Timed:
-    def __init__(self, watch: TimedRuntime, graph: CompiledGraph) -> None:
-        self._watch, self._graph = watch, graph
+    def __init__(self, watch: TimedRuntime, graph: CompiledGraph, window: int | None) -> None:
+        self._watch, self._graph, self._window = watch, graph, window
 
     def bind(self, tensors: Tensors) -> Binding:
         shape = None
-        if "slot_positions" in tensors and "attention" not in tensors:
+        if self._window is not None and "attention" not in tensors:
             layers = [int(name[1:]) for name in tensors if re.fullmatch(r"k\d+", name)]
             shape = (
                 len(tensors["positions"]),
                 len(tensors["slot_positions"]),
+                self._window,
                 range(min(layers), max(layers) + 1),
             )
         return _TimedBinding(self._watch, self._graph.bind(tensors), shape)

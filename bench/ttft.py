@@ -5,7 +5,8 @@
 SmolLM2-135M-Instruct on ONNX Runtime CPU, static graphs. All variants of a workload run in turns in one process;
 figures are medians. Workloads, several with commas between: `prefix` (the default: held prefixes, over Python's own
 documentation; "cold" is flash with the page cache dropped before), or what `bench.workloads` names, measured as
-`bench.moved` says; `moved` means all of these.
+`bench.moved` says; `moved` means all of these. `recall` counts the facts that policies keep, over 200 prompts, as
+`bench.recall` says.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from numpy.typing import NDArray
 from rich.progress import Progress
 
 import kvstore
-from bench.moved import Bench, report_recall, report_verdict, report_workload
+from bench.moved import Bench, report_facts, report_verdict, report_workload
+from bench.recall import measure_recall, report_recall, with_facts
 from bench.report import Report, arguments
 from bench.workloads import KINDS, workload
 from kvstore import models
@@ -37,8 +39,9 @@ _PROMPT, _HELD = 1000, 900
 def main() -> int:
     args = arguments(__doc__ or "", _options)
     names = [name for part in args.workload.split(",") for name in (KINDS if part == "moved" else [part])]
-    if unknown := {*names} - {"prefix", *KINDS}:
-        sys.exit(f"unknown workload {', '.join(unknown)}; there are prefix, moved, {', '.join(KINDS)}")
+    if unknown := {*names} - {"prefix", "recall", *KINDS}:
+        known = ", ".join(("prefix", "moved", "recall", *KINDS))
+        sys.exit(f"unknown workload {', '.join(unknown)}; there are {known}")
     report = Report(
         "bench.ttft",
         "ONNX Runtime CPU, static graphs; cold: files, page cache dropped by posix_fadvise; moved: held in RAM",
@@ -52,9 +55,9 @@ def main() -> int:
 
 def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--workload", default="prefix", metavar="NAMES", help="prefix, moved, or some of these"
+        "--workload", default="prefix", metavar="NAMES", help="prefix, moved, recall, or some of these"
     )
-    parser.add_argument("--prompts", type=int, metavar="N", help="measured prompts of each moved workload")
+    parser.add_argument("--prompts", type=int, metavar="N", help="measured prompts of each other workload")
     parser.add_argument(
         "--calibrate",
         type=int,
@@ -67,23 +70,26 @@ def _options(parser: argparse.ArgumentParser) -> None:
 def _moved(
     report: Report, folder: Path, args: argparse.Namespace, names: Sequence[str], progress: Progress
 ) -> None:
-    """Workloads with moved tokens."""
+    """Workloads with moved tokens, and `recall`."""
     if not names:
         return
     bench = Bench(models.smollm2())
-    count = args.prompts or (6 if args.quick else 100)
+    kinds = [name for name in names if name != "recall"]
     if args.calibrate:
-        each = -(-args.calibrate // len(names))
-        own = [request for name in names for request in workload(name, args.data, bench.size, each, seed=2)]
+        each = -(-args.calibrate // max(1, len(kinds)))
+        own = [request for name in kinds for request in workload(name, args.data, bench.size, each, seed=2)]
         bench.calibrate(own, args.calibrate, progress)
         report_verdict(report, bench.verdict)
     everything = []
-    for name in names:
-        requests = workload(name, args.data, bench.size, count)
+    for name in kinds:
+        requests = workload(name, args.data, bench.size, args.prompts or (6 if args.quick else 100))
         runs = bench.measure(name, requests, folder / name, progress)
         report_workload(report, bench, name, runs)
         everything.append(runs)
-    report_recall(report, everything)
+    report_facts(report, everything)
+    if "recall" in names:
+        count = args.prompts or (6 if args.quick else 200)
+        report_recall(report, bench, measure_recall(bench, with_facts(bench, count), progress, count))
 
 
 def _prefix(report: Report, folder: Path, args: argparse.Namespace, progress: Progress) -> None:

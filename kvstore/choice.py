@@ -80,14 +80,17 @@ def choose(
             used.append(part)
         else:
             declined.append(_whole(part, too_short(part.length)))
-    if used and costs is not None and (reason := _why_not_worth_it(tokens - prefix, used, repair, costs)):
+    if used and costs is not None and (reason := _why_not_worth_it(prefix, tokens, used, repair, costs)):
         declined += [_whole(run, reason) for run in used]
         used = []
     return Choice(prefix, tuple(used), tuple(sorted(declined)))
 
 
 def spare(fresh: int, runs: Sequence[Run], repair: AnyRepair, costs: CallCosts) -> int:
-    """How many tokens more than the repair needs are computed again, in calls that are paid for anyway."""
+    """How many tokens more than the repair needs are computed again, in calls that are paid for anyway.
+
+    Reckoned as at the end of the context: that is a matter of how many tokens there are, hardly of where.
+    """
     return costs.cover(fresh + repair.least(runs)).padding
 
 
@@ -124,14 +127,25 @@ def repairable(runs: Sequence[MovedRun]) -> list[Run]:
     return [Run(run.target, run.length) for run in runs]
 
 
-def _why_not_worth_it(due: int, runs: Sequence[MovedRun], repair: AnyRepair, costs: CallCosts) -> str | None:
-    """Why moving and repairing `runs` costs more than computing them, with `due` tokens to compute without them."""
-    fresh = due - sum(run.length for run in runs)
+def spread(places: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+    """`count` of `places` evenly: where tokens may be of which only the number is known."""
+    return places[np.linspace(0, len(places) - 1, min(count, len(places))).astype(np.int64)]
+
+
+def _why_not_worth_it(
+    prefix: int, tokens: int, runs: Sequence[MovedRun], repair: AnyRepair, costs: CallCosts
+) -> str | None:
+    """Why moving and repairing `runs` costs more than computing all of a prompt of `tokens` behind its `prefix`."""
+    places, moved = np.arange(tokens), np.zeros(tokens, bool)
+    for run in runs:
+        moved[run.target : run.target + run.length] = True
+    fresh = places[~moved & (places >= prefix)]
+    again = spread(places[moved], repair.least(repairable(runs)))
     probe = 0.0
     if repair.evidence == "attention":
-        probe = costs.cover(min(QUESTION, fresh)).seconds * PROBED[1]
-    moving = probe + costs.cover(fresh + repair.least(repairable(runs))).seconds
-    computing = costs.cover(due).seconds
+        probe = costs.cover(min(QUESTION, len(fresh))).seconds * PROBED[1]
+    moving = probe + costs.cover_at(np.sort(np.concatenate([fresh, again]))).seconds
+    computing = costs.cover_at(places[prefix:]).seconds
     if moving <= computing:
         return None
     return f"repair would cost more than computing: {moving * 1e3:.1f} ms of calls against {computing * 1e3:.1f} ms"

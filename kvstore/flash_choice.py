@@ -47,7 +47,7 @@ def against_flash(
         tokens,
         held,
         lambda front: repair.least(repairable(_kept(choice.runs, front))),
-        lambda due: costs.cover(due).seconds,
+        lambda places: costs.cover_at(places).seconds,
         lambda nbytes: nbytes / speed,
         [float(share) for share in shares(groups)],
     )

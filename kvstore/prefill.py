@@ -82,7 +82,7 @@ def prefill(
         unsure=done.unsure,
         seconds=time.perf_counter() - started,
         waited=done.store_seconds,
-        without=engine.costs(kv.slots).cover(len(prompt)).seconds,
+        without=engine.costs(kv.slots).cover_at(np.arange(len(prompt))).seconds,
     )
     return done
 

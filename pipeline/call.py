@@ -25,7 +25,7 @@ class Call:
 
 
 class BoundCall:
-    """The graphs of one (C, S), one for each layer group, bound to one allocation.
+    """The graphs of one (C, S, W), one for each layer group, bound to one allocation.
 
     `more` takes further outputs of the last graph, where it has them.
     The KV is bound where it lies; only the few numbers that say which tokens to compute are copied for each run.

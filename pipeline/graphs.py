@@ -15,12 +15,16 @@ Output and input may be bound to the same memory; then nothing but the new token
 One rule masks everything: slot s is visible to token c if slot_positions[s] <= positions[c]. Padding tokens are sent
 to a slot that stays EMPTY; they take any valid position and change no other token's result.
 
+Attention over S slots costs the same however many are held, so a graph may have a window of W <= S slots: new tokens
+go anywhere into the S slots, but only the first W are read. Whoever runs it sees to it that no slot from W on is
+visible to its tokens; then W changes the time and nothing else.
+
 The form `read_only_past` is for compilers that cannot scatter into a graph input. There, `slots` is replaced by
 `new_positions` int32 [C] (the tokens' positions, EMPTY for padding), slot_positions must be EMPTY wherever a new
 token goes, and the outputs `k<i>_out`, `v<i>_out` are [kv_heads, C, head_dim]: the new tokens alone, for the host to
 put into their slots.
 
-With `attention`, a further output `attention` float32 [C, S]: the softmax probabilities with which each token reads
+With `attention`, a further output `attention` float32 [C, W]: the softmax probabilities with which each token reads
 each slot, summed over heads and the layers of the part. It says which held tokens a question is about.
 
 With `peek`, two further outputs `next_keys` and `next_values` float32 [kv_heads, C, head_dim]: those of the layer after
@@ -67,6 +71,8 @@ class Graph:
     model: onnx.ModelProto
     weights: Weights
     pack: bool = True
+    window: int | None = None
+    """W of a graph with layers."""
 
 
 def layer_graph(
@@ -77,11 +83,18 @@ def layer_graph(
     layers: range,
     kv_dtype: KvDtype = "float32",
     form: Form = "in_place",
+    window: int | None = None,
     attention: bool = False,
     peek: bool = False,
 ) -> Graph:
-    """Graph of consecutive `layers` for `tokens` (C) tokens over `slots` (S) slots; see the top of this file."""
-    return _LayerGraph(weights, tokens, slots, layers, kv_dtype, form, attention, peek).build()
+    """Graph of consecutive `layers` for `tokens` (C) tokens over `slots` (S) slots; see the top of this file.
+
+    window: W, by default S. Raises ValueError unless 0 < W <= S.
+    """
+    window = slots if window is None else window
+    if not 0 < window <= slots:
+        raise ValueError(f"a window of {window} slots over {slots} slots: at least 1 and no more than all")
+    return _LayerGraph(weights, tokens, slots, window, layers, kv_dtype, form, attention, peek).build()
 
 
 def head_graph(weights: Weights, rows: int) -> Graph:
@@ -182,6 +195,7 @@ class _LayerGraph:
         weights: Weights,
         tokens: int,
         slots: int,
+        window: int,
         layers: range,
         kv_dtype: KvDtype,
         form: Form,
@@ -190,7 +204,8 @@ class _LayerGraph:
     ) -> None:
         self.c = weights.config
         self.b = _Builder(weights)
-        self.weights, self.tokens, self.slots, self.layers = weights, tokens, slots, layers
+        self.weights, self.tokens, self.layers = weights, tokens, layers
+        self.slots, self.window = slots, window
         self.kv_dtype, self.form, self.peek = kv_dtype, form, peek
         self.sums: list[str] | None = [] if attention else None  # of each layer, [C, keys]
         self.kv_type = TensorProto.FLOAT if kv_dtype == "float32" else TensorProto.FLOAT16
@@ -221,25 +236,29 @@ class _LayerGraph:
             hidden = b.op("Add", [hidden, fed], out="hidden_out" if layer == last else None)
         b.output("hidden_out", TensorProto.FLOAT, [self.tokens, c.hidden])
         if self.sums is not None:
-            b.op("Slice", [b.op("Sum", self.sums), b.ints(0), b.ints(self.slots), b.ints(1)], out="attention")
-            b.output("attention", TensorProto.FLOAT, [self.tokens, self.slots])
+            b.op(
+                "Slice", [b.op("Sum", self.sums), b.ints(0), b.ints(self.window), b.ints(1)], out="attention"
+            )
+            b.output("attention", TensorProto.FLOAT, [self.tokens, self.window])
         if self.peek:
             norm = b.weight(f"layers.{last + 1}.attention_norm")
             _, *new = self._project(last + 1, b.rms_norm("hidden_out", norm, c.norm_eps))
             for kind, value in zip(("keys", "values"), new, strict=True):
                 b.op("Identity", [value], out=f"next_{kind}")
                 b.output(f"next_{kind}", TensorProto.FLOAT, [c.kv_heads, self.tokens, c.head_dim])
-        name = f"layers-{first}-{last}-c{self.tokens}-s{self.slots}-{self.kv_dtype}-{self.form}"
+        name = (
+            f"layers-{first}-{last}-c{self.tokens}-s{self.slots}-w{self.window}-{self.kv_dtype}-{self.form}"
+        )
         name += "" if self.sums is None else "-attention"
         name += "-peek" if self.peek else ""
-        return Graph(name, b.model(name.replace("-", "_")), self.weights)
+        return Graph(name, b.model(name.replace("-", "_")), self.weights, window=self.window)
 
     def _mask(self) -> str:
         """What is added to the scores, float32 [C, keys]: 0 where visible."""
         b = self.b
-        held = "slot_positions"
+        held = self._within("slot_positions", axis=0)
         if self.form == "read_only_past":
-            held = b.op("Concat", ["slot_positions", "new_positions"], axis=0)
+            held = b.op("Concat", [held, "new_positions"], axis=0)
         visible = b.op("LessOrEqual", [held, b.reshape("positions", self.tokens, 1)])
         masked = b.constant("masked", np.array(_MASKED, np.float32))
         return b.op("Where", [visible, b.constant("zero", np.array(0, np.float32)), masked])
@@ -306,18 +325,24 @@ class _LayerGraph:
         return b.op("Add", [b.op("Mul", [heads, self.cos]), b.op("Mul", [swapped, self.sin])])
 
     def _extend(self, name: str, new: str) -> str:
-        """Put new rows [kv_heads, C, head_dim] beside the past; returns all, float32 [kv_heads, keys, head_dim]."""
+        """Put new rows [kv_heads, C, head_dim] beside the past; returns float32 [kv_heads, keys, head_dim]."""
         b, c, out = self.b, self.c, f"{name}_out"
         past = b.input(name, self.kv_type, [c.kv_heads, self.slots, c.head_dim])
         if self.form == "in_place":
             new = new if self.kv_dtype == "float32" else b.op("Cast", [new], to=self.kv_type)
-            held = b.op("ScatterND", [past, self.indices, new], out=out)
+            held = self._within(b.op("ScatterND", [past, self.indices, new], out=out), axis=1)
             b.output(out, self.kv_type, [c.kv_heads, self.slots, c.head_dim])
         else:
             b.op("Cast", [new], out=out, to=self.kv_type)
             b.output(out, self.kv_type, [c.kv_heads, self.tokens, c.head_dim])
-            held = b.op("Concat", [past, out], axis=1)
+            held = b.op("Concat", [self._within(past, axis=1), out], axis=1)
         return held if self.kv_dtype == "float32" else b.op("Cast", [held], to=TensorProto.FLOAT)
+
+    def _within(self, value: str, axis: int) -> str:
+        """The part of `value` that belongs to the window; `axis` is that of slots."""
+        if self.window == self.slots:
+            return value
+        return self.b.op("Slice", [value, self.b.ints(0), self.b.ints(self.window), self.b.ints(axis)])
 
     def _feed_forward(self, name: str, normed: str) -> str:
         """down(silu(gate(x)) * up(x)), [C, hidden] → [C, hidden]."""

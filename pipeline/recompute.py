@@ -184,6 +184,11 @@ class WhenSure(msgspec.Struct, frozen=True, tag="sure"):
     Where it does not, all from the first moved run on is computed after all, and the answer is full prefill's. Reuse
     changes the first token mostly where two are about as likely: of 91 prompts of real notes, first-6 changed it in 4,
     three of them among the 11 % whose two likeliest tokens were within 0.3 then.
+
+    It tells nothing of facts, which come later in an answer, after words that are the same for any of them. Over 49
+    prompts whose fact full prefill finds, attended 25 % kept 78 %, and 80 % with a margin of 1, below which half of all
+    open questions are. A look at the first 12 tokens of the answer, margin 0.3, would keep 92 %; but one of these
+    hangs in the balance in 95 % of the answers to open questions, after full prefill, too.
     """
 
     repair: Nothing | FirstTokens | Attended | Deviating | Both

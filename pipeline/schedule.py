@@ -1,33 +1,40 @@
 """Which static-graph calls compute n tokens at the least measured cost, and which graphs are worth having.
 
-A graph computes exactly C tokens, so n tokens take several calls and the last one may be padded. What was reused
-between the tokens does not matter: a call takes any tokens in ascending order, so pieces on both sides of a reused gap
-share calls, a long piece is split where a call ends, and new tokens ride beside recomputed ones. What is left to decide
-is how to fill n with sizes. That is a dynamic program over the number of tokens still to compute, with T(C) the
-measured time of one call at the context length in use:
+A graph computes exactly C tokens, so n tokens take several calls and one may be padded. What was reused between the
+tokens does not matter: a call takes any tokens in ascending order, so pieces on both sides of a reused gap share calls,
+a long piece is split where a call ends, and new tokens ride beside recomputed ones. What is left to decide is how to
+fill n with sizes, and in which order: a call costs T(C, W), the measured time over the window W that its last token
+needs, so the front of a prompt is cheaper than its end. With w(j) the window of token j:
 
-    f(0) = 0,   f(n) = min over C of  f(max(0, n - C)) + T(C)
+    f(0) = 0,   f(j) = min over C of  f(max(0, j - C)) + T(C, w(j))
 
 the covering step of the scheduler of "Dynamic Flow, Static Graph" (arXiv 2609.34727), with times in place of
-padding: 150 tokens are 128 + 32 where a padded 256 costs more, and one call where it does not. As f depends on n alone,
-no order of the pieces, and no recompute of a gap to join two, would cost less.
+padding: 150 tokens are 128 + 32 where a padded 256 costs more, and one call where it does not. Padding goes into the
+first call: so every call ends as early as can be. f depends on nothing but how many tokens need which window, so no
+recompute of a gap to join two would cost less.
+
+f is searched from its end, best first (A*, Hart, Nilsson and Raphael 1968): what is left of j tokens costs at least the
+best seconds per token of any size, over the window of each.
 """
 
 from __future__ import annotations
 
 import contextlib
+import heapq
 import itertools
 import math
 import os
 import statistics
+import sys
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 _REMEMBERED = (
     256  # calls of a size: a long phase of load does not outlast them, a slower device in the end does
@@ -35,8 +42,14 @@ _REMEMBERED = (
 _CHANGED = 0.2  # smaller differences are noise, and not worth another split of the same prompt
 
 
+WINDOWED = 64
+"""Graphs of at least so many tokens have windows: smaller ones gain little, and are many."""
+
+_KNOWN_COVERS = 4096  # kept; beyond that they are searched anew
+
+
 class Cover(msgspec.Struct, frozen=True):
-    """Calls for consecutive tokens: their sizes, largest first, and how many places of the last one are padding.
+    """Calls for tokens in ascending order: their sizes, first to last, and how many places of the first are padding.
 
     `bound` is what no set of calls can beat: the tokens at the best seconds per token of any size.
     """
@@ -47,43 +60,118 @@ class Cover(msgspec.Struct, frozen=True):
     bound: float
 
 
+class Windows(msgspec.Struct, frozen=True):
+    """Of the graphs of at least `least` tokens: windows W, ascending, and what a call over W costs as share of one
+    over all slots. The last is S itself, 1.0.
+
+    A token's attention costs in proportion to W, the rest the same, whatever the size: shares lie on a line
+    (`on_a_line`). Measured for sizes 64 to 512: 0.79 to 0.85 at half of 1024 slots.
+    """
+
+    shares: dict[int, float]
+    least: int = WINDOWED
+
+    @staticmethod
+    def on_a_line(windows: Sequence[int], first: float) -> Windows:
+        """With `first` as the share of the first of these windows; more than 1 is noise."""
+        low, high = windows[0], windows[-1]
+        rise = (1 - min(first, 1.0)) / max(high - low, 1)
+        return Windows({window: 1 - rise * (high - window) for window in windows})
+
+
 class CallCosts:
     """Seconds of one call by its size C, at one context length. May be used by several threads.
 
+    `seconds` are those of calls over all slots; with `windows`, calls over fewer cost less.
     Begins with what was measured, on a machine that may have been busy, and follows what calls really take.
-    Raises ValueError if there is no size, or a size or a time is not positive.
+    Raises ValueError if there is no size, or a size or a time is not positive, or a wider window costs less.
     """
 
-    def __init__(self, seconds: Mapping[int, float]) -> None:
+    def __init__(self, seconds: Mapping[int, float], windows: Windows | None = None) -> None:
         if not seconds or min(seconds) < 1 or not min(seconds.values()) > 0:
             raise ValueError(f"call sizes and their seconds must be positive: {dict(seconds)}")
+        if windows is not None:
+            rising = [share for _, share in sorted(windows.shares.items())]
+            if (
+                not rising
+                or not rising[0] > 0
+                or not all(a <= b for a, b in itertools.pairwise([*rising, 1.0]))
+            ):
+                raise ValueError(
+                    f"shares must be positive, not fall from window to window, and end at 1: {windows}"
+                )
         self.seconds = dict(sorted(seconds.items()))
+        self.windows = windows
+        self._shares = sorted(windows.shares.items()) if windows else []
+        self._bounds = np.array([window for window, _ in self._shares[:-1]], dtype=np.int64)
         self._measured = self.seconds
         self._recent = {size: deque([each], _REMEMBERED) for size, each in self.seconds.items()}
         self._seen: set[int] = set()
         self._lock = threading.Lock()
-        self._best = [0.0]
-        self._last = [0]  # size of one call of the best cover of n tokens
+        self._covers: dict[tuple[int, ...], Cover] = {}
+
+    def of(self, size: int, window: int) -> float:
+        """Seconds of a call of `size` tokens of which the last needs the first `window` slots."""
+        return self.seconds[size] * self.share(size, window)
+
+    def share(self, size: int, window: int) -> float:
+        """What a call that needs the first `window` slots costs, as share of one over all."""
+        if self.windows is None or size < self.windows.least:
+            return 1.0
+        return next((share for each, share in self._shares if each >= max(window, size)), 1.0)
 
     def cover(self, tokens: int) -> Cover:
-        """The cheapest calls for `tokens` >= 0 consecutive tokens; among equals the one with the larger calls."""
+        """The cheapest calls for `tokens` >= 0 tokens, each of which may need all slots."""
+        return self._cover((0,) * len(self._bounds) + (tokens,))
+
+    def cover_at(self, places: NDArray[np.integer]) -> Cover:
+        """The cheapest calls for tokens in these slots, ascending, that see no slot behind their own.
+
+        So it is where token i of a prompt lies in slot i.
+        """
+        edges = [0, *np.searchsorted(places, self._bounds).tolist(), len(places)]
+        return self._cover(tuple(b - a for a, b in itertools.pairwise(edges)))
+
+    def _cover(self, counts: tuple[int, ...]) -> Cover:
         with self._lock:
-            for n in range(len(self._best), tokens + 1):
-                cost, size = min(
-                    (self._best[max(0, n - size)] + seconds, -size) for size, seconds in self.seconds.items()
-                )
-                self._best.append(cost)
-                self._last.append(-size)
-            sizes, left = [], tokens
-            while left > 0:
-                sizes.append(self._last[left])
-                left -= sizes[-1]
-            bound = tokens * min(seconds / size for size, seconds in self.seconds.items())
-            # Largest first: all padding then fits into the last call, or that call would not have been needed.
-            return Cover(tuple(sorted(sizes, reverse=True)), -left, self._best[tokens], bound)
+            if counts not in self._covers:
+                if len(self._covers) >= _KNOWN_COVERS:
+                    self._covers.clear()
+                self._covers[counts] = self._cheapest(counts)
+            return self._covers[counts]
+
+    def _cheapest(self, counts: Sequence[int]) -> Cover:
+        """Of `counts[k]` tokens that need window k. Among equals, the shorter calls come first."""
+        windows = [*self._bounds.tolist(), sys.maxsize]
+        prices = [[(size, self.of(size, window)) for size in reversed(self.seconds)] for window in windows]
+        window_of = np.repeat(np.arange(len(counts)), counts).tolist()
+        rates = np.repeat([min(cost / size for size, cost in each) for each in prices], counts)
+        bound = [0.0, *np.cumsum(rates).tolist()]
+        total = sum(counts)
+        costs: dict[int, float] = {total: 0.0}  # of the calls behind the first so many tokens
+        after: dict[int, tuple[int, int]] = {}  # the first of these calls: where it ends, and its size
+        open_, done = [(bound[total], total)], set[int]()
+        while (left := heapq.heappop(open_)[1]) > 0:
+            if left in done:
+                continue
+            done.add(left)
+            for size, seconds in prices[window_of[left - 1]]:
+                before, cost = max(0, left - size), costs[left] + seconds
+                if before not in costs or cost < costs[before]:
+                    costs[before], after[before] = cost, (left, size)
+                    heapq.heappush(open_, (cost + bound[before], before))
+        calls, at = [], 0
+        while at < total:
+            at, size = after[at]
+            calls.append((window_of[at - 1], size))
+        # Within a window the order is free: all padding fits into any call, or that call would not have been needed.
+        sizes = tuple(size for _, size in sorted(calls))
+        return Cover(sizes, sum(sizes) - total, costs[0], bound[total])
 
     def observe(self, calls: Iterable[tuple[int, float]]) -> bool:
-        """Learn from calls that ran: (size, seconds) each; sizes without a cost are ignored. True if costs changed.
+        """Learn from calls that ran: (size, seconds over all slots) each. True if costs changed.
+
+        Sizes without a cost are ignored. What took t over a window counts as t / `share`.
 
         Other work on the machine only ever adds time, so the least of a size's recent calls is its cost. A size that
         never runs would keep a wrong cost for ever, and never run because of it. So it follows the others: its measured
@@ -108,8 +196,15 @@ class CallCosts:
             if settled and guessed.isdisjoint(self._seen):
                 return False
             self.seconds = dict(sorted(costs.items()))
-            self._best, self._last = [0.0], [0]
+            self._covers = {}
             return True
+
+
+class _Kept(msgspec.Struct, frozen=True):
+    """What the file says of one context length."""
+
+    seconds: dict[int, float]
+    windows: Windows | None
 
 
 class CostTable:
@@ -117,7 +212,8 @@ class CostTable:
 
     What is learned takes effect when the table is opened again: within one process the same tokens are always split
     alike, so that the same prompt gives the same bits.
-    The file says seconds by S by C. A file that is damaged or of other sizes is measured anew, never an error.
+    The file says seconds by C over all slots, and the shares of windows, by S. A file that is damaged, or of other
+    sizes or windows, is measured anew, never an error.
     """
 
     def __init__(self, path: Path) -> None:
@@ -125,33 +221,38 @@ class CostTable:
         self._costs: dict[int, CallCosts] = {}
         self._learned: dict[int, CallCosts] = {}
 
-    def at(self, slots: int, sizes: Collection[int], measure: Callable[[], Mapping[int, float]]) -> CallCosts:
-        """Costs of calls of these sizes over `slots` slots; `measure` is called if they are not known."""
+    def at(
+        self, slots: int, sizes: Collection[int], windows: Collection[int], measure: Callable[[], CallCosts]
+    ) -> CallCosts:
+        """Costs of calls of these sizes over `slots` slots; `measure` is called if they are not known.
+
+        windows: of larger graphs, S among them; empty where there are none.
+        """
         if slots not in self._costs:
             known = self._read()
-            seconds = known.get(slots, {})
-            if set(seconds) != set(sizes) or not min(seconds.values(), default=0) > 0:
-                known[slots] = dict(measure())
-                self._write(known)
-            self._costs[slots] = CallCosts(known[slots])
+            if (costs := _made(known.get(slots), sizes, windows)) is None:
+                costs = measure()
+                self._write(known | {slots: _Kept(costs.seconds, costs.windows)})
+            self._costs[slots] = costs
         return self._costs[slots]
 
-    def observe(self, slots: int, calls: Iterable[tuple[int, float]]) -> None:
-        """Learn from calls over `slots` slots that ran, (size, seconds) each; nothing where no costs are known."""
+    def observe(self, slots: int, calls: Iterable[tuple[int, int, float]]) -> None:
+        """Learn from calls over `slots` slots that ran, (size, window, seconds) each; nothing where no costs are."""
         if slots not in self._costs:
             return
-        costs = self._learned.setdefault(slots, CallCosts(self._costs[slots].seconds))
-        if costs.observe(calls):
+        known = self._costs[slots]
+        costs = self._learned.setdefault(slots, CallCosts(known.seconds, known.windows))
+        if costs.observe((size, seconds / costs.share(size, window)) for size, window, seconds in calls):
             with contextlib.suppress(OSError):  # the next process learns it again
-                self._write(self._read() | {slots: costs.seconds})
+                self._write(self._read() | {slots: _Kept(costs.seconds, costs.windows)})
 
-    def _read(self) -> dict[int, dict[int, float]]:
+    def _read(self) -> dict[int, _Kept]:
         try:
-            return msgspec.json.decode(self._path.read_bytes(), type=dict[int, dict[int, float]])
+            return msgspec.json.decode(self._path.read_bytes(), type=dict[int, _Kept])
         except (FileNotFoundError, msgspec.DecodeError):
             return {}
 
-    def _write(self, costs: Mapping[int, Mapping[int, float]]) -> None:
+    def _write(self, costs: Mapping[int, _Kept]) -> None:
         with tempfile.NamedTemporaryFile(dir=self._path.parent, prefix=".costs-", delete=False) as file:
             try:
                 file.write(msgspec.json.encode(costs))
@@ -160,6 +261,18 @@ class CostTable:
             except BaseException:
                 os.unlink(file.name)
                 raise
+
+
+def _made(kept: _Kept | None, sizes: Collection[int], windows: Collection[int]) -> CallCosts | None:
+    """None if it is not of these sizes and windows, or makes no sense."""
+    if kept is None or set(kept.seconds) != set(sizes):
+        return None
+    if set(windows) != set(kept.windows.shares if kept.windows else ()):
+        return None
+    try:
+        return CallCosts(kept.seconds, kept.windows)
+    except ValueError:
+        return None
 
 
 def suggest_sizes(lengths: Mapping[int, int], seconds: Mapping[int, float], count: int) -> tuple[int, ...]:

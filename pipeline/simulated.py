@@ -22,7 +22,7 @@ from .graphs import Graph
 from .runtime import Binding, CompiledGraph, Done, NpuRuntime, Tensors
 
 CallSeconds = Callable[[int, int], float]
-"""Seconds of a call of C tokens over S slots through all layers, without what the driver takes to launch a graph."""
+"""Seconds of a call of C tokens that reads W slots through all layers, without what it takes to launch a graph."""
 
 
 class SimulatedNpu:
@@ -59,31 +59,31 @@ class SimulatedNpu:
         self._runtime.prepare(example)
 
     def compile(self, graph: Graph) -> CompiledGraph:
-        return _Graph(self, self._runtime.compile(graph))
+        return _Graph(self, self._runtime.compile(graph), graph.window)
 
-    def seconds(self, tensors: Tensors) -> float:
-        """What one run of a graph bound to these tensors takes; 0 for one without layers."""
-        layers = sum(re.fullmatch(r"k\d+", name) is not None for name in tensors)
-        if not layers:
+    def seconds(self, tensors: Tensors, window: int | None) -> float:
+        """What one run of a graph of this window, bound to these tensors, takes; 0 for one without layers."""
+        if window is None:
             return 0.0
-        whole = self._seconds(len(tensors["positions"]), len(tensors["slot_positions"]))
+        layers = sum(re.fullmatch(r"k\d+", name) is not None for name in tensors)
+        whole = self._seconds(len(tensors["positions"]), window)
         return self._launch_seconds + whole * layers / self._layers
 
-    def start(self, binding: Binding, seconds: float) -> _Execution:
+    def start(self, binding: Binding, seconds: float) -> SimulatedExecution:
         with self._lock:
             begun = max(time.perf_counter(), self._free_at)
             binding.start().wait()
             self._free_at = max(begun + seconds, time.perf_counter())
             self.busy_seconds += self._free_at - begun
-            return _Execution(self._free_at)
+            return SimulatedExecution(self._free_at)
 
 
 class _Graph:
-    def __init__(self, npu: SimulatedNpu, graph: CompiledGraph) -> None:
-        self._npu, self._graph = npu, graph
+    def __init__(self, npu: SimulatedNpu, graph: CompiledGraph, window: int | None) -> None:
+        self._npu, self._graph, self._window = npu, graph, window
 
     def bind(self, tensors: Tensors) -> Binding:
-        return _Binding(self._npu, self._graph.bind(tensors), self._npu.seconds(tensors))
+        return _Binding(self._npu, self._graph.bind(tensors), self._npu.seconds(tensors, self._window))
 
 
 class _Binding:
@@ -93,18 +93,18 @@ class _Binding:
     def rebind(self, tensors: Tensors) -> None:
         self._binding.rebind(tensors)
 
-    def start(self) -> _Execution:
+    def start(self) -> SimulatedExecution:
         return self._npu.start(self._binding, self._seconds)
 
 
-class _Execution:
-    """Over at a moment by the clock of perf_counter."""
+class SimulatedExecution:
+    """Over at the moment `over_at`, by the clock of perf_counter."""
 
-    def __init__(self, end: float) -> None:
-        self._end = end
+    def __init__(self, over_at: float) -> None:
+        self.over_at = over_at
 
     def wait(self) -> None:
-        _sleep_until(self._end)
+        _sleep_until(self.over_at)
 
 
 class IdleRuntime:
@@ -182,13 +182,13 @@ def roofline(
 ) -> CallSeconds:
     """Seconds of a call: what its tokens take to compute, but no less than the weights take to be read once.
 
-    tokens_per_second at an empty context; a call over S slots attends to all of them, so a token costs twice that at
-    S = `double_at`.
+    tokens_per_second at an empty context; a call that reads W slots attends to all of them, so a token costs twice that
+    at W = `double_at`.
     """
     least = weight_bytes / memory_bytes_per_second
 
-    def seconds(tokens: int, slots: int) -> float:
-        return max(least, tokens / tokens_per_second * (1 + slots / double_at))
+    def seconds(tokens: int, window: int) -> float:
+        return max(least, tokens / tokens_per_second * (1 + window / double_at))
 
     return seconds
 

@@ -4,8 +4,8 @@ Graphs and flash work side by side, so the question is not which is faster but w
 from the front while its end is loaded (Cake, Jin et al. 2024, arXiv 2410.03065): what flash holds before `front` is
 computed, what it holds behind is loaded. `front` 0 loads all, at the end of the prompt nothing; in between lies a part.
 
-With C(n) the seconds of graph calls for n tokens, L those of the load, and graphs of layer groups, each of which may
-start when its layers are in place. The first has the share f of all layers, the last the share l:
+With C(n) the seconds of graph calls for n tokens, by where they stand, L those of the load, and graphs of layer groups,
+each of which may start when its layers are in place. The first has the share f of all layers, the last the share l:
 
     computing waits for all        T = max(f L + C(n),  L + l C(n))
     a calls for tokens ahead of    T = max(max(C(a), f L) + C(n - a),  max(C(a), L) + l C(n - a))
@@ -23,6 +23,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 WORTH = 0.97
 """Another way is taken when it needs less than this part of the time."""
@@ -120,19 +123,20 @@ def decide(
     tokens: int,
     held: Sequence[Held],
     repaired: Callable[[int], int],
-    compute: Callable[[int], float],
+    compute: Callable[[NDArray[np.int64]], float],
     load: Callable[[int], float],
     shares: Sequence[float],
 ) -> Decision:
     """The fastest way to prefill `tokens` tokens of which `held`, ascending and disjoint, need not be computed.
 
     repaired(front): how many moved tokens are computed again when those that flash holds before `front` are not used.
-    compute(n), load(n): seconds of graph calls for n tokens, and to bring n bytes from flash into place.
+    compute(places), load(n): seconds of graph calls for the tokens at these places, ascending, and to bring n bytes
+    from flash into place.
     shares: of all layers, that each of the layer groups of the graphs has.
     """
     cold = [piece for piece in held if piece.nbytes]
     if not cold:
-        seconds = compute(tokens - sum(piece.length for piece in held) + repaired(0))
+        seconds = compute(_due(tokens, held, repaired(0)))
         return Decision((0, 0), 0, 0, seconds, seconds, seconds)
     *fronts, end = _fronts(cold)
     ways: list[Decision] = []
@@ -157,7 +161,7 @@ def _way(
     held: Sequence[Held],
     front: int,
     repaired: Callable[[int], int],
-    compute: Callable[[int], float],
+    compute: Callable[[NDArray[np.int64]], float],
     load: Callable[[int], float],
     shares: Sequence[float],
 ) -> tuple[float, Decision, Decision]:
@@ -169,18 +173,30 @@ def _way(
         for piece in held
         if (piece.start >= front or not piece.nbytes) and not hole[0] <= piece.start < hole[1]
     ]
-    due = tokens - sum(piece.length for piece in kept) + repaired(front)
+    due = _due(tokens, kept, repaired(front))
     reads = {(piece.source, piece.start if piece.source is None else 0): piece.nbytes for piece in kept}
     seconds = load(sum(reads.values()))
     limit = min((piece.start for piece in kept if piece.nbytes or piece.moved), default=tokens)
-    first = limit - sum(piece.length for piece in kept if piece.start < limit)
+    # Nothing moved is kept before `limit`, so nothing is repaired there.
 
-    def way(ahead: int, first: int) -> Decision:
-        before, rest = compute(first), compute(due - first)
+    def way(ahead: int) -> Decision:
+        first = int(np.searchsorted(due, ahead))
+        before, rest = compute(due[:first]), compute(due[first:])
         one = max(before, seconds * shares[0]) + rest
         all_ = max(before, seconds) + rest * shares[-1]
         return Decision(hole, front, ahead, max(one, all_), 0.0, 0.0)
 
     if not any(piece.nbytes for piece in kept):
-        return compute(due), way(0, 0), way(0, 0)
-    return compute(due), way(0, 0), way(limit, first)
+        return compute(due), way(0), way(0)
+    return compute(due), way(0), way(limit)
+
+
+def _due(tokens: int, kept: Sequence[Held], repaired: int) -> NDArray[np.int64]:
+    """Places of the tokens to compute: those not kept, and so many of the moved ones; which is open, so evenly."""
+    due, moved = np.ones(tokens, bool), np.zeros(tokens, bool)
+    for piece in kept:
+        due[piece.start : piece.start + piece.length] = False
+        moved[piece.start : piece.start + piece.length] = piece.moved
+    places = np.flatnonzero(moved)
+    due[places[np.linspace(0, len(places) - 1, min(repaired, len(places))).astype(np.int64)]] = True
+    return np.flatnonzero(due)

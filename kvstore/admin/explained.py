@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
+from kvstore.choice import spread
 from kvstore.explain import Explanation
 from kvstore.identity import Identity
 from kvstore.pipeline.schedule import CallCosts
@@ -57,6 +60,18 @@ def explained(
         int(flash),
         flash / bytes_per_second if bytes_per_second else None,
         through,
-        None if costs is None else costs.cover(through).seconds,
+        None if costs is None else costs.cover_at(_computed(explanation, through)).seconds,
     )
     return Explained(identity.digest().hex(), tokens, explanation, cost)
+
+
+def _computed(explanation: Explanation, count: int) -> NDArray[np.int64]:
+    """Places of the `count` tokens that go through the model; where that is not known yet, evenly over moved runs."""
+
+    def places_of(*kinds: str) -> NDArray[np.int64]:
+        spans = (span for span in explanation.spans if span.kind in kinds)
+        each = (np.arange(span.start, span.start + span.length) for span in spans)
+        return np.concatenate([np.empty(0, dtype=np.int64), *each])
+
+    places, moved = places_of("computed", "recomputed"), places_of("moved")
+    return np.sort(np.concatenate([places, spread(moved, count - len(places))]))

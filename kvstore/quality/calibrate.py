@@ -12,13 +12,14 @@ generated ones, whose facts are known. Some prompts also go on from KV that went
 `codec`.
 
 A prompt whose fact full prefill does not find says nothing about reuse, and is left out. A repair that misses the bars
-by more than chance explains is not tried on further prompts.
+by more than chance explains is not tried on further prompts. What a second look leads to is known without doing it:
+full prefill's answer where the repair's own is unsure, else the repair's; so `WhenSure` costs no run of its own.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, cast
 
@@ -26,19 +27,22 @@ import msgspec
 import numpy as np
 
 import kvstore
+from kvstore.pipeline.engine import StaticGraphEngine
+from kvstore.pipeline.kv_allocation import KvAllocation
 from kvstore.pipeline.recompute import (
     AnyRepair,
     Attended,
-    Both,
     Evidence,
     FirstTokens,
     MovedRun,
     Nothing,
     Positions,
     WhenSure,
+    first_of,
 )
 from kvstore.pipeline.self_test import why_not_shift
 
+from ..api import Store
 from ..codec import Codec
 from ..language_model import LanguageModel
 from ..prefill import prefill
@@ -46,26 +50,25 @@ from ..session import Session
 from ..store import KVStore
 from .codec_trial import MOST_KL as MOST_CODEC_KL
 from .codec_trial import CodecTrial, bears, go_on, pass_through
-from .fidelity import FORCED, Fidelity, Reference, answer_of_reuse, fidelity, reference
-from .reuse import LEAST_AGREEMENT, LEAST_PROMPTS, MOST_KL, Measurement, Verdict, judge
+from .fidelity import FORCED, Fidelity, Reference, answer_of_reuse, fidelity, reference, unchanged
+from .reuse import LEAST_PROMPTS, MOST_KL, Measurement, Verdict, judge, within_chance
 from .trials import Context, Tokens, Trial, trials
 
-CANDIDATES: tuple[AnyRepair, ...] = (
-    Nothing(),
-    FirstTokens(4),
-    FirstTokens(8),
-    WhenSure(FirstTokens(8), 0.3),
+_REPAIRS: tuple[FirstTokens | Attended, ...] = (
+    FirstTokens(6),
     FirstTokens(16),
-    FirstTokens(32),
-    Attended(0.10),
+    Attended(0.08),
     Attended(0.15),
     Attended(0.25),
     Attended(0.40),
-    Both(FirstTokens(4), Attended(0.10)),
+)
+CANDIDATES: tuple[AnyRepair, ...] = (
+    Nothing(),
+    *_REPAIRS,
+    *(WhenSure(repair, 0.3) for repair in _REPAIRS),
 )
 
 _ROUND = 16  # prompts after which repairs without a chance are dropped
-_CHANCE = 0.01
 _CODED = 16  # prompts that go through the codecs, whose effect varies little
 
 
@@ -94,12 +97,6 @@ class _Bare(NamedTuple):
 
     def rank(self, runs: Sequence[MovedRun], evidence: Evidence) -> Positions:
         return self.repair.rank(runs, evidence)[: self.least(runs)]
-
-
-def _bare(repair: AnyRepair) -> AnyRepair:
-    if isinstance(repair, WhenSure):
-        return WhenSure(cast(FirstTokens, _Bare(repair.repair)), repair.margin)
-    return cast(AnyRepair, _Bare(repair))
 
 
 class Result(NamedTuple):
@@ -138,15 +135,15 @@ def calibrate(
     results: dict[AnyRepair, list[Result]] = {repair: [] for repair in candidates}
     steps = len(own) + trials
     close = closeness(model, own, candidates, lambda done: progress(done / steps))
-    tried = list(results)
+    tried = list(candidates)
     coded = dict[Codec, list[CodecTrial]]()
     for number, asked in enumerate(answered(model, text, trials, tokens=tokens, seed=seed), start=1):
         for repair, result in attempt(model, asked, "traffic", tried).items():
             results[repair].append(result)
+        if number == 1:  # tells what each computes again
+            tried = _in_reach(tried, close)
         if number % _ROUND == 0:
-            tried = [
-                repair for repair in tried if not _out_of_reach(_judged_by(results[repair], close[repair]))
-            ]
+            tried = _in_reach(tried, {repair: _judged_by(results[repair], close[repair]) for repair in tried})
         if number <= _CODED:
             for codec, trial in _through_codecs(model, asked, store.block_tokens).items():
                 coded.setdefault(codec, []).append(trial)
@@ -168,22 +165,27 @@ def closeness(
     """How close each of `repairs` keeps the answers to `prompts`, where what came before gives them moved tokens.
 
     The prompts are served one after another from an empty store, exactly, so each is measured over what those before it
-    left. A repair takes what it would in use, so the calls are full.
+    left. A repair takes what it would in use, so the calls are full. One without a chance is dropped after 16 prompts
+    in which something moved, and has fewer than the others then.
     """
     engine, found = model.engine, {repair: list[Fidelity]() for repair in repairs}
+    tried, measured = list(repairs), 0
     with kvstore.open(None, identity=model.identity) as store:
         exact = Session(engine, store, "exact")
         for number, prompt in enumerate(prompts, start=1):
-            full: Reference | None = None
-            end = len(prompt)
-            for repair in repairs if store.lookup(prompt, moved=True).runs else ():
-                kv = engine.allocate(end + FORCED)
-                if full is None:
-                    full = reference(engine, kv, engine.prefill(prompt, kv), end)
-                done = prefill(engine, store, prompt, kv, repair)
-                if done.moved or done.recomputed:
-                    found[repair].append(fidelity(engine, kv, done.logits, end, full))
+            if tried and store.lookup(prompt, moved=True).runs:
+                kv = engine.allocate(len(prompt) + FORCED)
+                full = reference(engine, kv, engine.prefill(prompt, kv), len(prompt))
                 engine.recycle(kv)
+                for done in _reuse(engine, store, prompt, full, tried):
+                    if done.share is not None:
+                        for repair in done.sure:
+                            found[repair].append(done.close)
+                        for repair in done.unsure:
+                            found[repair].append(unchanged(full))
+                measured += 1
+                if measured % _ROUND == 0:
+                    tried = _in_reach(tried, found)
             exact.generate(prompt, 1)
             progress(number)
     return found
@@ -193,17 +195,25 @@ def answered(
     model: LanguageModel, text: str, count: int, *, tokens: int = 450, seed: int = 0
 ) -> Iterator[Answered]:
     """Up to `count` trials on which a repair can be measured; fewer where full prefill finds few facts."""
-    engine, yielded = model.engine, 0
+    yielded = 0
     for trial in trials(model, text, 3 * count, tokens=tokens, seed=seed):
         if yielded == count:
             return
-        end = len(trial.prompt)
-        kv = engine.allocate(end + FORCED)
-        full = reference(engine, kv, engine.prefill(trial.prompt, kv), end)
-        engine.recycle(kv)
-        if trial.fact is None or trial.fact in model.tokenizer.decode(full.answer):
+        asked = answer_in_full(model, trial)
+        if asked is not None:
             yielded += 1
-            yield Answered(trial, full)
+            yield asked
+
+
+def answer_in_full(model: LanguageModel, trial: Trial) -> Answered | None:
+    """A trial with the answer of full prefill; None where that does not find the fact."""
+    engine, end = model.engine, len(trial.prompt)
+    kv = engine.allocate(end + FORCED)
+    full = reference(engine, kv, engine.prefill(trial.prompt, kv), end)
+    engine.recycle(kv)
+    if trial.fact is None or trial.fact in model.tokenizer.decode(full.answer):
+        return Answered(trial, full)
+    return None
 
 
 def attempt(
@@ -211,24 +221,59 @@ def attempt(
 ) -> dict[AnyRepair, Result]:
     """Answer a trial's prompt with moved reuse under each of `repairs`, its passages captured in `context`."""
     engine, (trial, full) = model.engine, asked
-    end, results = len(trial.prompt), dict[AnyRepair, Result]()
+    results = dict[AnyRepair, Result]()
     with kvstore.open(None, identity=model.identity) as store:
         exact = Session(engine, store, "exact")
         for capture in trial.captures[context]:
             exact.generate(capture, 1)
-        for repair in repairs:
-            kv = engine.allocate(end + FORCED)
-            done = prefill(engine, store, trial.prompt, kv, _bare(repair))
-            close = fidelity(engine, kv, done.logits, end, full)
+        for done in _reuse(engine, store, trial.prompt, full, repairs, bare=True):
             found = None
             if trial.fact is not None:
-                answer = answer_of_reuse(engine, kv, end, full, close)
+                answer = answer_of_reuse(engine, done.kv, len(trial.prompt), full, done.close)
                 found = trial.fact in model.tokenizer.decode(answer)
-            covered = done.moved + done.recomputed
-            again = done.recomputed / covered if covered else float(done.unsure)
-            results[repair] = Result(close, found, again)
-            engine.recycle(kv)
+            for repair in done.sure:
+                results[repair] = Result(done.close, found, done.share or 0.0)
+            for repair in done.unsure:
+                results[repair] = Result(unchanged(full), None if found is None else True, 1.0)
     return results
+
+
+class _Reused(NamedTuple):
+    """One prefill over moved tokens, and which repairs it says something of: those that keep it, and those that take a
+    second look and compute all after all.
+
+    share: of the moved tokens, what was computed again; None where none moved.
+    """
+
+    sure: list[AnyRepair]
+    unsure: list[AnyRepair]
+    kv: KvAllocation
+    close: Fidelity
+    share: float | None
+
+
+def _reuse(
+    engine: StaticGraphEngine,
+    store: Store,
+    prompt: Tokens,
+    full: Reference,
+    repairs: Sequence[AnyRepair],
+    *,
+    bare: bool = False,
+) -> Iterator[_Reused]:
+    """Prefill `prompt` once under each of `repairs`, whatever second looks they take. KV is good until the next."""
+    for first in dict.fromkeys(map(first_of, repairs)):
+        kv = engine.allocate(len(prompt) + FORCED)
+        done = prefill(engine, store, prompt, kv, cast(AnyRepair, _Bare(first)) if bare else first)
+        covered = done.moved + done.recomputed
+        sure, unsure = list[AnyRepair](), list[AnyRepair]()
+        for repair in repairs:
+            if first_of(repair) == first:
+                doubts = covered and isinstance(repair, WhenSure) and not repair.is_sure(done.logits)
+                (unsure if doubts else sure).append(repair)
+        close = fidelity(engine, kv, done.logits, len(prompt), full)
+        yield _Reused(sure, unsure, kv, close, done.recomputed / covered if covered else None)
+        engine.recycle(kv)
 
 
 def _through_codecs(model: LanguageModel, asked: Answered, block_tokens: int) -> dict[Codec, CodecTrial]:
@@ -271,13 +316,16 @@ def _judged_by(results: Sequence[Result], own: Sequence[Fidelity]) -> Sequence[F
     return own if len(own) >= LEAST_PROMPTS else [result.close for result in results]
 
 
+def _in_reach(repairs: Sequence[AnyRepair], close: Mapping[AnyRepair, Sequence[Fidelity]]) -> list[AnyRepair]:
+    """Those of `repairs` that may still pass; all of which there are too few prompts to tell."""
+    return [
+        repair for repair in repairs if len(close[repair]) < LEAST_PROMPTS or not _out_of_reach(close[repair])
+    ]
+
+
 def _out_of_reach(close: Sequence[Fidelity]) -> bool:
     """Whether neither policy is going to choose what kept so close: it misses a bar by more than chance explains."""
     kl = np.array([each.kl.mean() for each in close])
     if kl.mean() - 3 * kl.std(ddof=1) / math.sqrt(len(kl)) > MOST_KL:
         return True
-    misses, n = sum(not each.agrees[0] for each in close), len(close)
-    fewer = sum(
-        math.comb(n, k) * (1 - LEAST_AGREEMENT) ** k * LEAST_AGREEMENT ** (n - k) for k in range(misses)
-    )
-    return 1 - fewer < _CHANCE
+    return not within_chance(sum(not each.agrees[0] for each in close), len(close))

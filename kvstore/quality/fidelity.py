@@ -58,6 +58,12 @@ def fidelity(
     return Fidelity(divergence(full.logits, reused), full.logits.argmax(axis=1) == likeliest, likeliest)
 
 
+def unchanged(full: Reference) -> Fidelity:
+    """What it comes to where all was computed: `full` compared with itself."""
+    count = len(full.answer)
+    return Fidelity(np.zeros(count), np.ones(count, dtype=bool), full.logits.argmax(axis=1))
+
+
 def answer_of_reuse(
     engine: StaticGraphEngine, kv: KvAllocation, position: int, full: Reference, close: Fidelity
 ) -> list[int]:

@@ -10,6 +10,8 @@ the identity. Without a verdict nothing is approximated.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -107,9 +109,9 @@ NOT_MEASURED = Verdict(None, None, reasons=("this identity was never measured; r
 
 MOST_KL, LEAST_AGREEMENT, LEAST_RECALL = 0.04, 0.97, 0.90
 LEAST_PROMPTS = 16
-"""Facts that full prefill finds, at least, for a recall to say anything."""
+"""Prompts, at least, for closeness to say anything, and facts that full prefill finds for recall to do so."""
 
-
+_CHANCE = 0.01
 _EVIDENCE = 0.03
 """What evidence costs, as a share of the moved tokens computed again: a probe took 2 % of a prefill of 940 tokens, the
 deviation of all tokens 5 %."""
@@ -119,19 +121,33 @@ def _cost(measured: Measurement) -> float:
     return measured.recomputed + (0.0 if measured.repair.evidence is None else _EVIDENCE)
 
 
+def within_chance(misses: int, prompts: int) -> bool:
+    """Whether a repair whose first tokens agree just often enough shows so many misses in one series of 100 or more."""
+    fewer = sum(
+        math.comb(prompts, k) * (1 - LEAST_AGREEMENT) ** k * LEAST_AGREEMENT ** (prompts - k)
+        for k in range(misses)
+    )
+    return 1 - fewer >= _CHANCE
+
+
 def judge(measurements: tuple[Measurement, ...]) -> Verdict:
     """The cheapest repair that passes each policy's bars; `measurements` of all that may be chosen, in any order.
 
-    fast: mean KL <= 0.04 and first tokens agree in >= 97 %. careful: that, and recall >= 0.90 of full prefill, over 16
-    prompts or more.
+    fast: mean KL <= 0.04 and first tokens agree in >= 97 %, over 16 prompts or more. careful: that, and recall >= 0.90
+    of full prefill, over 16 facts or more.
     """
-    by_cost = sorted(measurements, key=_cost)
-    close = [each for each in by_cost if each.kl_mean <= MOST_KL and each.first_agrees >= LEAST_AGREEMENT]
+    told = [each for each in sorted(measurements, key=_cost) if each.prompts >= LEAST_PROMPTS]
+    close = [each for each in told if each.kl_mean <= MOST_KL and each.first_agrees >= LEAST_AGREEMENT]
     enough = [each for each in close if each.recall_prompts >= LEAST_PROMPTS]
     recalling = [each for each in enough if each.recall >= LEAST_RECALL]
     reasons = []
-    if not close:
-        reasons.append(f"no repair keeps mean KL <= {MOST_KL} and agreement >= {LEAST_AGREEMENT:.0%}")
+    if not told:
+        most = max((each.prompts for each in measurements), default=0)
+        reasons.append(f"closeness over {most} prompts, {LEAST_PROMPTS} are needed; give more trials")
+    elif not close:
+        reasons.append(
+            f"no repair keeps mean KL <= {MOST_KL} and agreement >= {LEAST_AGREEMENT:.0%}; {_nearest(told)}"
+        )
     elif not enough:
         most = max(each.recall_prompts for each in close)
         reasons.append(f"careful: recall over {most} prompts, {LEAST_PROMPTS} are needed; give more trials")
@@ -144,4 +160,18 @@ def judge(measurements: tuple[Measurement, ...]) -> Verdict:
         recalling[0].repair if recalling else None,
         measurements,
         tuple(reasons),
+    )
+
+
+def _nearest(measurements: Sequence[Measurement]) -> str:
+    """What the one nearest to the bars of closeness came to, over how many prompts, and whether more may help."""
+    nearest = min(
+        measurements,
+        key=lambda each: max(each.kl_mean / MOST_KL, (1 - each.first_agrees) / (1 - LEAST_AGREEMENT)),
+    )
+    misses = round((1 - nearest.first_agrees) * nearest.prompts)
+    chance = nearest.kl_mean <= MOST_KL and within_chance(misses, nearest.prompts)
+    return (
+        f"the nearest comes to KL {nearest.kl_mean:.3f} and {misses} misses in {nearest.prompts} prompts"
+        f"{', which may be chance: give more trials or prompts' if chance else ''}"
     )

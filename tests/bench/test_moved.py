@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.progress import Progress
 
-from bench.moved import MODES, Bench, report_recall, report_workload
+from bench.moved import MODES, Bench, report_facts, report_workload
 from bench.report import Report
 from bench.texts import Question
 from bench.workloads import Request
@@ -55,7 +55,7 @@ def test_all_modes_answer_the_same_prompt(bench: Bench, tmp_path: Path) -> None:
 
     report = Report("tiny", "made up")
     report_workload(report, bench, "notes", runs)
-    report_recall(report, [runs])
+    report_facts(report, [runs])
     by_name = {bar.name: bar.figure for bar in report.bars}
     assert by_name["B1 notes, fast: mean KL over 16 tokens"] == pytest.approx(
         sum(run.close.kl.mean() for run in runs["fast"]) / 2
@@ -70,7 +70,7 @@ def test_the_watch_counts_whole_calls_alone(bench: Bench) -> None:
     bench.engine.prefill(range(100), kv)
     bench.engine.probe([1, 2], [100, 101], [100, 101], kv)
     groups, seen = set(bench.engine.layer_groups), dict[int, set[range]]()
-    for size, _, layers in bench.watch.samples:
+    for size, *_, layers in bench.watch.samples:
         seen.setdefault(size, set()).add(layers)
     assert any(parts - groups for parts in seen.values())
     counted = {size for size, *_ in bench.calls()}

@@ -8,7 +8,15 @@ import pytest
 import kvstore
 from kvstore.language_model import LanguageModel
 from kvstore.pipeline.engine import StaticGraphEngine
-from kvstore.pipeline.recompute import AnyRepair, Attended, Deviating, Everything, FirstTokens, Nothing
+from kvstore.pipeline.recompute import (
+    AnyRepair,
+    Attended,
+    Deviating,
+    Everything,
+    FirstTokens,
+    Nothing,
+    WhenSure,
+)
 from kvstore.prefill import prefill
 from kvstore.quality.calibrate import Answered, answered, attempt, calibrate, closeness, measurement
 from kvstore.quality.fidelity import FORCED, answer_of_reuse, fidelity, greedy
@@ -52,9 +60,8 @@ def test_the_verdict_is_kept_and_nothing_else(model: LanguageModel, pydoc_text: 
     assert nothing.recomputed == 0
     for repair in (Attended(0.1), Deviating(0.1)):
         assert by_repair[repair].recomputed == pytest.approx(0.1, abs=0.01)  # not what fills the calls
-    assert verdict.fast is not None
-    assert verdict.careful is None  # a random model finds no fact, so nothing shows that reuse does
-    assert "0 prompts" in (verdict.why_none("careful") or "")
+    assert verdict.fast is verdict.careful is None
+    assert "closeness over 4 prompts" in (verdict.why_none("careful") or "")
 
 
 def test_the_users_own_prompts_decide_how_close_answers_stay(model: LanguageModel, pydoc_text: str) -> None:
@@ -106,6 +113,70 @@ def test_what_has_no_chance_is_dropped(model: LanguageModel, pydoc_text: str) ->
     assert nothing.kl_mean > 0.04  # or this model does not serve to show it
     assert (nothing.prompts, exact.prompts) == (16, 17)
     assert verdict.fast == Everything()
+    assert verdict.careful is None  # a random model finds no fact, so nothing shows that reuse does
+    assert "0 prompts" in (verdict.why_none("careful") or "")
+
+
+def test_what_the_users_prompts_rule_out_is_dropped(model: LanguageModel, pydoc_text: str) -> None:
+    """Closeness over own prompts tried every repair on each of them, and calibration then on generated ones, too."""
+    words = pydoc_text.split()
+    own = [
+        model.chat_prompt(
+            "Notes.", f"Number {at}. {' '.join(words[at % 3 * 40 : at % 3 * 40 + 40])} Question {at}"
+        )
+        for at in range(24)
+    ]
+    repairs: list[AnyRepair] = [Nothing(), Everything()]
+    close = closeness(model, own, repairs)
+    assert len(close[Nothing()]) == 16 < len(close[Everything()])
+    with kvstore.open(None, identity=model.identity) as store:
+        verdict = calibrate(model, store, pydoc_text, own=own, trials=3, candidates=repairs, tokens=TOKENS)
+    nothing, exact = verdict.measurements
+    assert (nothing.prompts, exact.prompts) == (16, len(close[Everything()]))
+    assert nothing.kl_mean > 0.04  # or this model does not serve to show it
+    assert verdict.fast == Everything()
+
+
+@pytest.mark.parametrize(("margin", "share"), [(0.0, 0.0), (1e9, 1.0)])
+def test_a_second_look_is_measured_with_what_it_looks_at(
+    model: LanguageModel, pydoc_text: str, margin: float, share: float
+) -> None:
+    """Prompts on which a repair was unsure counted for nothing among the user's own: only those it was sure of did."""
+    repair = WhenSure(Nothing(), margin)
+    words = pydoc_text.split()
+    own = [model.chat_prompt("Notes.", f"Number {at}. {' '.join(words[:60])}") for at in range(3)]
+    close = closeness(model, own, [Nothing(), repair])
+    (asked,) = answered(model, pydoc_text, 1, tokens=TOKENS)
+    results = attempt(model, asked, "traffic", [Nothing(), repair])
+    assert list(results) == [Nothing(), repair]
+    assert results[repair].recomputed == share
+    assert len(close[repair]) == len(close[Nothing()]) == 2
+    for looked, plain in [
+        (results[repair].close, results[Nothing()].close),
+        *zip(close[repair], close[Nothing()], strict=True),
+    ]:
+        assert plain.kl.max() > 1e-3
+        assert looked.kl.tolist() == (plain.kl.tolist() if margin == 0.0 else [0.0] * FORCED)
+        assert looked.agrees.all() or margin == 0.0
+
+
+def test_what_a_second_look_leads_to_is_what_it_is_measured_as(model: LanguageModel, pydoc_text: str) -> None:
+    """Measured without doing it; this does it."""
+    (asked,) = answered(model, pydoc_text, 1, tokens=TOKENS)
+    prompt, end = asked.trial.prompt, len(asked.trial.prompt)
+    for margin in (0.0, 1e9):
+        repair = WhenSure(FirstTokens(4), margin)
+        measured = attempt(model, asked, "alone", [repair])[repair]
+        with kvstore.open(None, identity=model.identity) as store:
+            for capture in asked.trial.captures["alone"]:
+                Session(model.engine, store, "exact").generate(capture, 1)
+            kv = model.engine.allocate(end + FORCED)
+            done = prefill(model.engine, store, prompt, kv, repair)
+        assert done.unsure is (margin > 0)
+        close = fidelity(model.engine, kv, done.logits, end, asked.full)
+        if done.unsure:
+            assert close.kl == pytest.approx(measured.close.kl, abs=1e-6)
+            assert close.likeliest.tolist() == measured.close.likeliest.tolist()
 
 
 def test_prompts_whose_fact_full_prefill_does_not_find_are_left_out(

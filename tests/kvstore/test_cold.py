@@ -377,9 +377,12 @@ def test_a_damaged_first_frame_is_found_also_when_it_comes_with_the_header(tmp_p
     header = record.Header(bytes(32), bytes(32), b"", 0, bytes(512), True, (frame,))
     whole = bytearray(b"".join(record.assemble(header, [content])))
     whole[-1] ^= 1
-    with contextlib.closing(
-        record.RecordReader(_file(tmp_path / "record", bytes(whole)), None, len(whole))
-    ) as reader, pytest.raises(record.BadRecordError, match="frame checksum"):
+    with (
+        contextlib.closing(
+            record.RecordReader(_file(tmp_path / "record", bytes(whole)), None, len(whole))
+        ) as reader,
+        pytest.raises(record.BadRecordError, match="frame checksum"),
+    ):
         reader.stored(0, [np.empty(70_000, np.uint8)])
 
 

@@ -34,6 +34,10 @@ TOLERANCE = 1e-3  # the bar; what is measured stays below 2e-5 on the tiny model
 N = 60
 TOKENS = np.random.default_rng(5).integers(0, 300, N)
 PLACES = np.arange(N)
+LONG = np.random.default_rng(6).integers(0, 300, 200)
+WINDOWED_ENGINE: dict[str, Any] = {
+    "sizes": (1, 16, 64, 128), "contexts": (256,), "windows": ((256, (64, 96, 128, 192)),),
+}  # fmt: skip
 
 Make = Callable[..., StaticGraphEngine]
 
@@ -56,6 +60,8 @@ def make(folder: Path, tiny: Path) -> Make:
     @cache
     def make(model: Path = tiny, **options: Any) -> StaticGraphEngine:
         options = {"sizes": (1, 8, 16, 32), "contexts": (64, 128)} | options
+        if "windows" in options:  # pairs, since dictionaries are no keys of a cache
+            options["windows"] = dict(options["windows"])
         return StaticGraphEngine(model, cache=folder / "cache", **options)
 
     return make
@@ -135,6 +141,85 @@ def test_every_split_into_calls_and_slots_gives_the_same(
     logits = engine.run(calls_of(sizes, slots, counts), kv, logits_of=range(N))
     assert np.abs(logits - oracle).max() <= TOLERANCE
     assert kv.slot_positions[kv.padding_slot] == EMPTY
+
+
+@pytest.fixture(scope="module")
+def long_oracle(tiny: Path) -> NDArray[np.float32]:
+    return Reference(tiny).logits(LONG)
+
+
+@pytest.mark.parametrize("form", ["in_place", "read_only_past"])
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_every_split_over_windows_gives_the_same(
+    make: Make, long_oracle: NDArray[np.float32], form: str, data: st.DataObject
+) -> None:
+    """Tokens at any slots, calls with padding, and some tokens computed a second time over spoilt KV."""
+    engine = make(form=form, groups=2, **WINDOWED_ENGINE)
+    count = data.draw(st.integers(1, len(LONG)))
+    slots = np.arange(len(LONG), dtype=np.int32)
+    for _ in range(data.draw(st.integers(0, 3))):  # some change places
+        a, b = data.draw(st.tuples(*[st.integers(0, count - 1)] * 2))
+        slots[[a, b]] = slots[[b, a]]
+    kv, at, calls = engine.allocate(len(LONG)), np.arange(count, dtype=np.int32), list[Call]()
+    while (start := sum(len(call.token_ids) for call in calls)) < count:
+        size = data.draw(st.sampled_from(engine.sizes))
+        part = at[start : start + data.draw(st.integers(1, size))]
+        calls.append(Call(size, LONG[part].astype(np.int32), part, slots[part]))
+    logits = engine.run(calls, kv, logits_of=range(count))
+    assert np.abs(logits - long_oracle[:count]).max() <= TOLERANCE
+
+    again = np.array(sorted(data.draw(st.sets(st.integers(0, count - 1), max_size=90)) | {count - 1}))
+    for array in kv.keys + kv.values:
+        array[:, slots[again]] = 7
+    repaired = engine.step(LONG[again], again, slots[again], kv)
+    assert repaired is not None
+    assert np.abs(repaired - long_oracle[count - 1]).max() <= TOLERANCE
+
+
+def test_every_window_is_read_where_it_is_enough_and_only_there(tiny: Path, tmp_path: Path) -> None:
+    read: list[tuple[int, int]] = []
+
+    def seconds(tokens: int, window: int) -> float:
+        read.append((tokens, window))
+        return 1e-6
+
+    npu = SimulatedNpu(IdleRuntime(), 3, seconds)
+    engine = StaticGraphEngine(
+        tiny, runtime=npu, cache=tmp_path, **WINDOWED_ENGINE | {"windows": dict(WINDOWED_ENGINE["windows"])}
+    )
+
+    def windows(at: Sequence[int], slots: Sequence[int], size: int = 64) -> list[int]:
+        """Those of a call for tokens at these positions into these slots."""
+        kv = engine.allocate(200)
+        kv.slot_positions[:50] = np.arange(50)
+        kv.slot_positions[150:170] = np.arange(100, 120)  # in sight of tokens from 100 on
+        read.clear()
+        places, into = np.array(at, np.int32), np.array(slots, np.int32)
+        engine.run([Call(size, np.zeros_like(places), places, into)], kv)
+        return [window for _, window in read]
+
+    assert windows([50, 51], [50, 51]) == [64]
+    assert windows([63], [63]) == [64]
+    assert windows([64], [64]) == [96]
+    assert windows([64], [63]) == [64]
+    assert windows([99], [99]) == [128]
+    assert windows([100], [99]) == [192], "a held token that it sees lies in slot 150"
+    assert windows([50], [195]) == [256]
+    assert windows([50], [50], size=128) == [128], "no window is narrower than its calls are long"
+    assert windows([50], [50], size=16) == [256], "small graphs have one window"
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "float16"])
+def test_windows_change_the_time_and_nothing_else(make: Make, kv_dtype: str) -> None:
+    narrow = make(**WINDOWED_ENGINE, kv_dtype=kv_dtype)
+    whole = make(**(WINDOWED_ENGINE | {"windows": ()}), kv_dtype=kv_dtype)
+    at = np.arange(len(LONG), dtype=np.int32)
+    calls = [Call(64, LONG[part].astype(np.int32), part, part) for part in np.array_split(at, 4)]
+    found, expected = (
+        engine.run(calls, engine.allocate(220), logits_of=range(len(LONG))) for engine in (narrow, whole)
+    )
+    np.testing.assert_allclose(found, expected, atol=1e-4 if kv_dtype == "float32" else 2e-2)
 
 
 def test_no_more_layer_groups_than_layers(make: Make) -> None:
@@ -437,6 +522,8 @@ def test_settings_that_make_no_sense_are_refused(folder: Path, tiny: Path) -> No
         ({"sizes": ()}, "sizes"),
         ({"sizes": (0, 16)}, "sizes"),
         ({"contexts": (1,)}, "contexts"),
+        ({"windows": {64: (64,)}}, "windows"),
+        ({"windows": {64: (0,)}}, "windows"),
     ):
         with pytest.raises(ValueError, match=said):
             StaticGraphEngine(tiny, cache=folder / "cache", **options)  # type: ignore[arg-type]

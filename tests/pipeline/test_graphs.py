@@ -111,6 +111,42 @@ def test_only_the_new_slots_are_written(weights: Weights, runtime: OnnxRuntime) 
         assert (outputs[f"{name}_out"][:, 20 : 20 + C] != inputs[name][:, 20 : 20 + C]).all()
 
 
+@pytest.mark.parametrize("form", ["in_place", "read_only_past"])
+@pytest.mark.parametrize("kv_dtype", ["float32", "float16"])
+@pytest.mark.parametrize("window", [28, 30, S])
+def test_a_window_that_holds_all_that_is_seen_changes_nothing(
+    weights: Weights, runtime: OnnxRuntime, form: Form, kv_dtype: KvDtype, window: int
+) -> None:
+    """Slots behind the window may hold whatever: later tokens, or padding's remains."""
+    options: dict[str, Any] = {
+        "tokens": C,
+        "slots": S,
+        "layers": range(3),
+        "form": form,
+        "kv_dtype": kv_dtype,
+    }
+    whole = layer_graph(weights, **options, attention=True)
+    narrow = layer_graph(weights, **options, attention=True, window=window)
+    inputs = inputs_for(whole)
+    inputs["slot_positions"][30:] = [18, EMPTY]
+    expected, found = run(runtime, whole, inputs), run(runtime, narrow, inputs)
+    seen = found.pop("attention")
+    assert seen.shape == (C, window)
+    np.testing.assert_allclose(seen, expected["attention"][:, :window], atol=1e-5)
+    assert (expected.pop("attention")[:, window:] == 0).all()
+    for name, array in expected.items():
+        rounding = 1e-5 if kv_dtype == "float32" else 1e-3
+        np.testing.assert_allclose(found[name], array, atol=rounding, err_msg=name)
+    onnx.save(narrow.model, weights.folder / "narrow.onnx")
+    onnx.checker.check_model(weights.folder / "narrow.onnx", full_check=True)
+
+
+@pytest.mark.parametrize("window", [0, -1, S + 1])
+def test_a_window_that_is_none_is_refused(weights: Weights, window: int) -> None:
+    with pytest.raises(ValueError, match="window"):
+        layer_graph(weights, tokens=C, slots=S, layers=range(1), window=window)
+
+
 def test_a_read_only_past_gives_the_same(weights: Weights, runtime: OnnxRuntime) -> None:
     graph = layer_graph(weights, tokens=C, slots=S, layers=range(3))
     portable = layer_graph(weights, tokens=C, slots=S, layers=range(3), form="read_only_past")

@@ -37,24 +37,17 @@ def test_answers_are_the_runtimes_and_times_the_profiles(tmp_path: Path) -> None
     assert seconds >= busy >= due
 
 
-def test_a_graph_in_the_queue_begins_when_the_one_before_is_over(tmp_path: Path) -> None:
-    """What the host does meanwhile takes none of the device's time."""
-    write_tiny_gguf(tmp_path / "tiny.gguf", layers=8)
-    npu = SimulatedNpu(IdleRuntime(), 8, lambda *_: 0.08)
-    engine = StaticGraphEngine(
-        tmp_path / "tiny.gguf",
-        runtime=npu,
-        cache=tmp_path / "cache",
-        sizes=(16,),
-        contexts=(64,),
-        groups=8,
-    )
-    kv = engine.allocate(48)
-    engine.costs(kv.slots)
-    before, started = npu.busy_seconds, time.perf_counter()
-    engine.prefill(np.arange(48), kv, before_group=lambda _: time.sleep(0.008))
-    idle = time.perf_counter() - started - (npu.busy_seconds - before)
-    assert idle < 0.04  # in turns, the 8 pauses alone would be 0.064
+def test_a_graph_in_the_queue_begins_when_the_one_before_is_over() -> None:
+    """What the host does between two starts takes none of the device's time."""
+    npu = SimulatedNpu(IdleRuntime(), 1, lambda *_: 0.0)
+    binding = IdleRuntime().bind({})
+    executions = []
+    for _ in range(3):
+        executions.append(npu.start(binding, 60.0))
+        time.sleep(0.01)
+    moments = [execution.over_at for execution in executions]
+    assert np.diff(moments) == pytest.approx(60.0)
+    assert npu.busy_seconds == pytest.approx(180.0)
 
 
 def test_with_an_idle_runtime_only_time_passes(tmp_path: Path) -> None:

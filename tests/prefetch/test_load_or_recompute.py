@@ -33,7 +33,7 @@ def decided(
         lambda front: sum(
             heads for piece in held if piece.moved and (piece.start >= front or not piece.nbytes)
         ),
-        lambda count: count * token_seconds,
+        lambda places: len(places) * token_seconds,
         lambda nbytes: nbytes * byte_seconds,
         [1 / groups] * groups,
     )
@@ -87,7 +87,9 @@ def test_front_and_back_meet_in_the_middle() -> None:
     """Cake: constants c to compute a token and l to load one take n * c * l / (c + l) together."""
     held = [Held(at, 10, 10, False) for at in range(0, 1000, 10)]
     compute, load = 1.0, 3.0  # seconds a token
-    decision = decide(1001, held, lambda _: 0, lambda n: n * compute, lambda n: n * load, [0.01] * 100)
+    decision = decide(
+        1001, held, lambda _: 0, lambda places: len(places) * compute, lambda n: n * load, [0.01] * 100
+    )
     assert decision.hole == (0, decision.front)
     assert decision.ahead == decision.front
     assert decision.front == pytest.approx(1000 * load / (compute + load), abs=20)

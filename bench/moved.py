@@ -52,8 +52,8 @@ from kvstore.store import KVStore
 
 MODES = ("none", "prefix", "full", "fast", "careful")
 UNMEASURED = Verdict(fast=WhenSure(FirstTokens(6), 0.3), careful=None)
-"""Set by hand, for SmolLM2-135M. `careful` is exact, since no repair keeps 90 % of the facts: of those in 49 generated
-prompts the first 6 tokens kept 55 %, attended 8, 15 and 25 % kept 73, 71 and 78 %."""
+"""Set by hand, for SmolLM2-135M. `careful` is exact, since no repair tried keeps 90 % of the facts: of those in 49
+generated prompts the first 6 tokens kept 55 %, attended 8, 15 and 25 % kept 73, 71 and 78 %."""
 
 
 class Run(NamedTuple):

@@ -22,7 +22,7 @@ from .session import identity_of
 log = logging.getLogger(__name__)
 
 LAYER_GROUPS = 4
-"""So that five sixths of a load from flash are hidden behind graph calls; more parts cost more than they hide."""
+"""So that six sevenths of a load from flash are hidden behind graph calls; more parts cost more than they hide."""
 
 
 class LanguageModel:

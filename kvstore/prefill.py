@@ -188,7 +188,7 @@ class _Prefill:
         room = spare(len(fresh), runs, repair, engine.costs(kv.slots))
         chosen = select(repair, runs, evidence, room)
         todo = np.sort(np.concatenate([fresh, chosen])).astype(np.int32)
-        calls = engine.plan(self._prompt[todo], todo, todo, kv)
+        calls = engine.plan(self._prompt[todo], todo, todo, kv, shortest_first=True)
         logits: NDArray[np.float32] = engine.run(
             calls, kv, logits_of=[-1], before_call=loading.before_call(engine)
         )[0]

@@ -28,7 +28,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     `eviction` names the policy by which blocks leave each tier, of `prefetch.eviction.POLICIES`.
     `device` names what computing and loading cost, of `prefetch.cost.DEVICES`, as far as it is not measured.
     `frame_bytes` is the usual size of one flash read: a block is cut into as many layer groups as leave each group of
-    a full block about that large or larger, the first two half as large.
+    a full block about that large or larger, the first ones half as large.
     `max_hot_arenas` is how many buffers the device pins at a time, each of at most `arena_bytes`. `shares_hot` False: a
     process cannot map memory that an NPU reads through another one. A daemon then keeps warm and cold alone, and each
     client has a part of `hot_bytes` and of these buffers in its own memory, see `daemon.client_hot`.

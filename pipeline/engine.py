@@ -246,13 +246,19 @@ class StaticGraphEngine:
             position += 1
 
     def plan(
-        self, token_ids: ArrayLike, positions: ArrayLike, slots: ArrayLike, kv: KvAllocation
+        self,
+        token_ids: ArrayLike,
+        positions: ArrayLike,
+        slots: ArrayLike,
+        kv: KvAllocation,
+        *,
+        shortest_first: bool = False,
     ) -> list[Call]:
         """The cheapest calls for these tokens, in their order. Raises InvalidTokens.
 
         Costs are those of tokens that see no slot behind their own; where they do, calls are right but may not be the
-        cheapest. Of calls that cost the same the shortest come first: they wait for less of the KV that is still on
-        its way.
+        cheapest. shortest_first: these calls in the order of their sizes, which may cost some % more, and wait for less
+        of the KV that is still on its way.
         """
         ids, at = _int32("token ids", token_ids), _int32("positions", positions)
         into = _int32("slots", slots)
@@ -263,7 +269,7 @@ class StaticGraphEngine:
         with self._lock:
             cover = self.costs(kv.slots).cover_at(np.maximum.accumulate(into))
         calls, start, end = [], 0, -cover.padding
-        for size in cover.sizes:
+        for size in sorted(cover.sizes) if shortest_first else cover.sizes:
             end += size
             calls.append(Call(size, ids[start:end], at[start:end], into[start:end]))
             start = end

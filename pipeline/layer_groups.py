@@ -1,7 +1,7 @@
 """How layers are cut into the groups that are loaded and computed one after another.
 
-The first two groups are half as long as the others: nothing else runs beside the load of the first, and little beside
-that of the second. Of 15 groups 1/28 of a load is waited for instead of 1/15.
+The first groups are half as long as the others, a quarter of them or three: nothing else runs beside the load of the
+first, and little beside that of the next. Of 16 groups 1/29 of a load is waited for instead of 1/16.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from itertools import pairwise
 
 def shares(count: int) -> list[Fraction]:
     """Which share of the whole each of `count` >= 1 groups is, in order."""
-    lengths = [1, 1, *[2] * (count - 2)] if count > 2 else [1, 2][:count]
+    short = max(1, min(3, count // 4))
+    lengths = [1] * short + [2] * (count - short)
     return [Fraction(length, sum(lengths)) for length in lengths]
 
 

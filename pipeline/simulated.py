@@ -137,8 +137,8 @@ class SimulatedFlash:
     A read is served from when it is asked for, or when the one before it is done.
 
     `scale` bytes of the device stand behind each byte that is really read: so a tiny model's records take as long as
-    those of the model that is simulated. Reads of a page are what they are, the head of a record. Any thread may read:
-    a flash part has one command queue, and so has this.
+    those of the model that is simulated. A read from a record's start begins with a page that is what it is, the
+    header. Any thread may read: a flash part has one command queue, and so has this.
     `busy_seconds` sums what reads took. `slowdown` may be changed while it serves: a flash that ages or is busy.
     """
 
@@ -150,20 +150,20 @@ class SimulatedFlash:
         self.slowdown = 1.0
         self.busy_seconds = 0.0
 
-    def seconds(self, nbytes: int) -> float:
-        """What a read of so many real bytes takes."""
-        scaled = nbytes if nbytes <= mmap.PAGESIZE else round(nbytes * self._scale)
-        return self._read_seconds(scaled) * self.slowdown
+    def seconds(self, nbytes: int, offset: int) -> float:
+        """What a read of so many real bytes takes, `offset` bytes from the start of a record."""
+        header = min(nbytes, max(0, mmap.PAGESIZE - offset))
+        return self._read_seconds(header + round((nbytes - header) * self._scale)) * self.slowdown
 
-    def slow(self, read: Callable[..., int]) -> Callable[..., int]:
-        """`read`, a function that returns how many bytes it read, at the speed of this medium."""
+    def slow(self, read: Callable[[Any, int], int]) -> Callable[[Any, int], int]:
+        """`read(where, offset)`, which returns how many bytes it read, at the speed of this medium."""
 
-        def slowed(*args: Any) -> int:
+        def slowed(where: Any, offset: int) -> int:
             asked = time.perf_counter()
-            count = read(*args)
+            count = read(where, offset)
             with self._lock:
                 begin = max(self._free_at, asked)
-                took = self.seconds(count)
+                took = self.seconds(count, offset)
                 self._free_at = begin + took
                 self.busy_seconds += took
                 end = self._free_at

@@ -108,7 +108,7 @@ class Decision(NamedTuple):
     hole: of the prefix, [hole[0], hole[1]), one stretch, is computed though it is held. front: of the rest, what flash
     holds before this position is. ahead: what is to be computed before this position goes first, without waiting for
     flash.
-    seconds: what that takes, and what it takes to load all and to load nothing of what flash holds.
+    seconds: what that takes, and what it takes to load all that flash holds.
     """
 
     hole: tuple[int, int]
@@ -116,7 +116,6 @@ class Decision(NamedTuple):
     ahead: int
     seconds: float
     load_all: float
-    load_nothing: float
 
 
 def decide(
@@ -137,19 +136,21 @@ def decide(
     cold = [piece for piece in held if piece.nbytes]
     if not cold:
         seconds = compute(_due(tokens, held, repaired(0)))
-        return Decision((0, 0), 0, 0, seconds, seconds, seconds)
-    *fronts, end = _fronts(cold)
-    ways: list[Decision] = []
-    for front in fronts:
-        least, *both = _way(tokens, held, front, repaired, compute, load, shares)
-        ways += both
-        if least >= min(way.seconds for way in ways):
+        return Decision((0, 0), 0, 0, seconds, seconds)
+    best: Decision | None = None
+    wanted = math.inf  # seconds, which the best is to undercut
+    for front in _fronts(cold):
+        least, *ways = _way(tokens, held, front, repaired, compute, load, shares)
+        if best is None:
+            best = ways[0]._replace(load_all=ways[0].seconds)
+            wanted = WORTH * best.seconds
+        if least >= wanted:
             break  # the later the front, the more there is to compute
-    load_all = ways[0]
-    nothing, ahead = _way(tokens, held, end, repaired, compute, load, shares)[1:]
-    best = min((*ways, nothing, ahead), key=lambda way: way.seconds)
-    chosen = best if best.seconds < WORTH * load_all.seconds else load_all
-    return chosen._replace(load_all=load_all.seconds, load_nothing=nothing.seconds)
+        for way in ways:
+            if way.seconds < wanted:
+                best, wanted = way._replace(load_all=best.load_all), way.seconds
+    assert best is not None, "there is a front"
+    return best
 
 
 def _fronts(cold: Sequence[Held]) -> list[int]:
@@ -184,7 +185,7 @@ def _way(
         before, rest = compute(due[:first]), compute(due[first:])
         one = max(before, seconds * shares[0]) + rest
         all_ = max(before, seconds) + rest * shares[-1]
-        return Decision(hole, front, ahead, max(one, all_), 0.0, 0.0)
+        return Decision(hole, front, ahead, max(one, all_), 0.0)
 
     if not any(piece.nbytes for piece in kept):
         return compute(due), way(0), way(0)

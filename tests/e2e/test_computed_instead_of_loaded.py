@@ -87,7 +87,7 @@ def test_any_part_may_be_computed_instead(
     ahead: int,
 ) -> None:
     """The decision is given; whatever it is, the answer is right and each token is accounted for."""
-    monkeypatch.setattr("kvstore.flash_choice.decide", lambda *_: Decision(hole, front, ahead, 1.0, 2.0, 3.0))
+    monkeypatch.setattr("kvstore.flash_choice.decide", lambda *_: Decision(hole, front, ahead, 1.0, 2.0))
     flash = store._tiers.flash
     flash.begin()
     flash.end(1)  # its speed is known, so that it is asked for a decision
@@ -112,9 +112,7 @@ def test_any_part_may_be_computed_instead(
 def test_what_was_computed_instead_is_stored_again_by_nobody(
     engine: StaticGraphEngine, store: KVStore, monkeypatch: pytest.MonkeyPatch, repair: FirstTokens | Attended
 ) -> None:
-    monkeypatch.setattr(
-        "kvstore.flash_choice.decide", lambda *_: Decision((64, 128), 180, 148, 1.0, 2.0, 3.0)
-    )
+    monkeypatch.setattr("kvstore.flash_choice.decide", lambda *_: Decision((64, 128), 180, 148, 1.0, 2.0))
     store.keep_verdict(Verdict(fast=repair, careful=repair))
     flash = store._tiers.flash
     flash.begin()

@@ -115,7 +115,7 @@ def test_a_short_buffer_is_refused_with_both_sizes() -> None:
 
 
 @given(layouts(), st.integers(1, 15))
-def test_groups_are_contiguous_hold_kv_and_are_near_equal_but_the_first_two(
+def test_groups_are_contiguous_hold_kv_and_are_near_equal_but_the_first_ones(
     layout: Layout, count: int
 ) -> None:
     groups = layout.groups(count)
@@ -127,18 +127,23 @@ def test_groups_are_contiguous_hold_kv_and_are_near_equal_but_the_first_two(
     largest = max(layout.layer_bytes(layer, 1) for layer in range(len(layout.layers)))
     assert min(sizes) > 0
     # Each cut is half a layer off at most, unless a layer wider than a share pushes its neighbours.
-    lengths = [1, 2][: len(groups)] if len(groups) < 3 else [1, 1, *[2] * (len(groups) - 2)]
+    lengths = [1 if number < _short(len(groups)) else 2 for number in range(len(groups))]
     part = layout.token_bytes / sum(lengths)
     if largest <= part:
         assert all(abs(size - part * length) <= largest for size, length in zip(sizes, lengths, strict=True))
 
 
-def test_groups_of_equal_layers_differ_by_one_layer_and_the_first_two_are_half_as_long() -> None:
+def _short(count: int) -> int:
+    """How many of `count` groups are half as long: a quarter, at most three, at least one."""
+    return max(1, min(3, count // 4))
+
+
+def test_groups_of_equal_layers_differ_by_one_layer_and_the_first_ones_are_half_as_long() -> None:
     layout = Layout.uniform(layers=30, kv_heads=3, head_dim=64, rope=ROPE)
-    for count in range(3, 31):
-        first, second, *others = [len(group) for group in layout.groups(count)]
-        assert max(others) - min(others) <= 1
-        assert max(abs(each - max(1, 30 / (2 * count - 2))) for each in (first, second)) < 1
+    for count in range(2, 31):
+        lengths, short = [len(group) for group in layout.groups(count)], _short(count)
+        assert max(lengths[short:]) - min(lengths[short:]) <= 1
+        assert max(abs(each - max(1, 30 / (2 * count - short))) for each in lengths[:short]) < 1
     assert [len(group) for group in layout.groups(2)] == [10, 20]
     assert [len(group) for group in layout.groups(1)] == [30]
     with pytest.raises(LayoutError, match="0 layer groups asked for"):

@@ -64,9 +64,9 @@ def test_with_an_idle_runtime_only_time_passes(tmp_path: Path) -> None:
 
 def test_flash_serves_one_read_after_the_other() -> None:
     flash = SimulatedFlash(lambda nbytes: nbytes * 1e-7)
-    read = flash.slow(lambda nbytes: nbytes)
+    read = flash.slow(lambda nbytes, _: nbytes)
     started = time.perf_counter()
-    threads = [threading.Thread(target=read, args=(100_000,)) for _ in range(4)]
+    threads = [threading.Thread(target=read, args=(100_000, 0)) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -77,10 +77,11 @@ def test_flash_serves_one_read_after_the_other() -> None:
 
 def test_flash_scales_reads_but_for_heads_of_records() -> None:
     flash = SimulatedFlash(lambda nbytes: float(nbytes), scale=10)
-    assert flash.seconds(4096) == 4096
-    assert flash.seconds(5000) == 50_000
+    assert flash.seconds(4096, 0) == 4096
+    assert flash.seconds(5000, 0) == 4096 + 9040
+    assert flash.seconds(5000, 4096) == 50_000
     flash.slowdown = 3
-    assert flash.seconds(5000) == 150_000
+    assert flash.seconds(5000, 8192) == 150_000
 
 
 def test_a_call_is_bound_by_its_tokens_or_by_the_weights() -> None:

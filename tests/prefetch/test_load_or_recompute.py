@@ -52,11 +52,11 @@ def test_it_is_never_slower_than_all_or_nothing_but_for_noise(
     tokens, held = prompt
     decision = decided(tokens, held, token_seconds, byte_seconds, groups)
     assert decision.seconds <= decision.load_all
-    assert decision.seconds * WORTH <= decision.load_nothing * (1 + 1e-9)
     due = tokens - sum(piece.length for piece in held)
     begin, end = hole(held)
     cold = sum(piece.length for piece in held if piece.nbytes and piece.moved) + end - begin
-    assert decision.load_nothing == pytest.approx((due + cold) * token_seconds)
+    load_nothing = (due + cold) * token_seconds
+    assert decision.seconds * WORTH <= load_nothing * (1 + 1e-9)
     load = sum(piece.nbytes for piece in held) * byte_seconds
     least = max(due * token_seconds, load)
     assert decision.load_all >= least * (1 - 1e-9)
@@ -95,7 +95,6 @@ def test_front_and_back_meet_in_the_middle() -> None:
     assert decision.front == pytest.approx(1000 * load / (compute + load), abs=20)
     assert decision.seconds == pytest.approx(1000 * compute * load / (compute + load), rel=0.03)
     assert decision.load_all == pytest.approx(3000, rel=0.01)
-    assert decision.load_nothing == 1001
 
 
 def test_runs_on_flash_before_the_front_are_left_and_those_in_memory_stay() -> None:

@@ -7,7 +7,6 @@ broken off has little left to wait for.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections import deque
 
 from .runtime import Execution
@@ -41,6 +40,5 @@ class Ahead:
     def _wait(self) -> None:
         call, begun, execution = self._running.popleft()
         execution.wait()
-        over = time.perf_counter()
-        self.seconds[call] += over - max(begun, self._over)
-        self._over = over
+        self.seconds[call] += execution.over_at - max(begun, self._over)
+        self._over = execution.over_at

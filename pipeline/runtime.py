@@ -7,6 +7,7 @@ A device works through what was started in order, so the host prepares the next 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -26,12 +27,19 @@ class GraphRefused(RuntimeError):
 class Execution(Protocol):
     """One run of a graph, started and perhaps not over."""
 
+    @property
+    def over_at(self) -> float:
+        """When it was over, by perf_counter. Known after `wait`."""
+
     def wait(self) -> None:
         """Until it is over. Other threads may run meanwhile."""
 
 
 class Done:
     """An execution that was over when it was started: of a runtime that does not queue."""
+
+    def __init__(self) -> None:
+        self.over_at = time.perf_counter()
 
     def wait(self) -> None:
         pass

@@ -24,7 +24,8 @@ from kvstore.pipeline.graphs import EMPTY
 from kvstore.pipeline.kv_allocation import ContextExceeded
 from kvstore.pipeline.layer_groups import layer_groups
 from kvstore.pipeline.onnx_runtime import OnnxRuntime, ProviderUnavailable
-from kvstore.pipeline.simulated import IdleRuntime, SimulatedNpu
+from kvstore.pipeline.runtime import Binding
+from kvstore.pipeline.simulated import IdleRuntime, SimulatedExecution, SimulatedNpu
 from kvstore.pipeline.tokenizer import Tokenizer
 from kvstore.pipeline.weights import UnsupportedModel
 from tests.reference import Reference
@@ -498,6 +499,31 @@ def test_an_allocation_is_freed_although_graphs_were_bound_to_it(make: Make) -> 
     del kv
     gc.collect()
     assert memory() is None
+
+
+class _InTurns(SimulatedNpu):
+    """Returns from starting a graph when it is over, as a runtime without a queue does."""
+
+    def start(self, binding: Binding, seconds: float) -> SimulatedExecution:
+        execution = super().start(binding, seconds)
+        execution.wait()
+        return execution
+
+
+@pytest.mark.parametrize("kind", [SimulatedNpu, _InTurns])
+def test_what_calls_take_is_learned_as_it_is(kind: type[SimulatedNpu], folder: Path, tiny: Path) -> None:
+    """Also of several calls and layer groups; a call's time once went to another one, and the last cost nothing."""
+
+    def engine() -> StaticGraphEngine:
+        npu = kind(IdleRuntime(), 3, lambda tokens, _: 1e-4 * tokens + 1e-3)
+        return StaticGraphEngine(tiny, runtime=npu, cache=folder, sizes=(8, 16), contexts=(64,), groups=3)
+
+    used = engine()
+    kv = used.allocate(50)
+    for _ in range(3):
+        used.prefill(TOKENS[:40], kv)
+    costs = engine().costs(kv.slots).seconds
+    assert costs == {8: pytest.approx(1.8e-3, rel=0.3), 16: pytest.approx(2.6e-3, rel=0.3)}
 
 
 def test_costs_are_measured_once_for_a_device(folder: Path, tiny: Path) -> None:

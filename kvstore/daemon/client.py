@@ -60,8 +60,7 @@ class Channel:
         self._frames = wire.Frames()
         self._buffer = memoryview(bytearray(64 * 1024))
         self._descriptors: deque[int] = deque()
-        self._sending = threading.Lock()
-        self._changed = threading.Condition()
+        self._free_locks()
         self._replies: dict[int, Any] = {}
         self._awaited: set[int] = set()
         self._tiles: dict[int, Progress] = {}
@@ -69,11 +68,8 @@ class Channel:
         self._last = 0
         self._lost: str | None = None
         self._views: dict[bytes, View] = {}
-        self._opening = threading.Lock()
         self.arenas = MappedArenas()
         self._staging: MappedStaging | None = None
-        self.staging_lock = threading.RLock()
-        """Held by who writes to the staging memory, until the reply to the put."""
         try:
             self._socket.settimeout(PATIENCE)
             self._socket.connect(str(path))
@@ -89,6 +85,18 @@ class Channel:
         except BaseException:
             self.close()
             raise
+
+    def _free_locks(self) -> None:
+        self._sending = threading.Lock()
+        self._changed = threading.Condition()
+        self._opening = threading.Lock()
+        self.staging_lock = threading.RLock()
+        """Held by who writes to the staging memory, until the reply to the put."""
+
+    def begin_anew(self) -> None:
+        """In a child of the process that made it: it is lost there, and no thread holds it or reads from it."""
+        self._free_locks()
+        self._reading = False
 
     def _greet(self, name: str) -> wire.Welcome:
         self._socket.sendall(wire.frame(wire.Hello(wire.PROTOCOL, name, os.getpid())))

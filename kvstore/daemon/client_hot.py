@@ -107,6 +107,10 @@ class ClientHot:
         self._denied_until = -math.inf
         self._counts = Counter[str]()
 
+    def begin_anew(self) -> None:
+        """In a child of the process that made it: no thread holds it. The copies stay the parent's."""
+        self._changed = threading.Condition()
+
     # -- by look-ups and leases ---------------------------------------------------------------------------------------
 
     def seen(self, blocks: Sequence[wire.BlockRef]) -> Sequence[wire.BlockRef]:

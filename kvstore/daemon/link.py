@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
 import threading
 import time
@@ -35,6 +36,8 @@ _LOAD_THREADS = 2
 
 log = logging.getLogger(__name__)
 
+_links: weakref.WeakSet[Link] = weakref.WeakSet()
+
 
 class Link:
     """Thread-safe. `profile` is that of the store which serves while the daemon is away, with `fallback` embedded."""
@@ -59,6 +62,19 @@ class Link:
         self._texts: dict[bytes, Texts] = {}
         self._abandoned: deque[tuple[Channel, int]] = deque()
         self._finalizers: weakref.WeakKeyDictionary[RemoteLease, Any] = weakref.WeakKeyDictionary()
+        _links.add(self)
+
+    def begin_anew(self) -> None:
+        """In a child of the process that made it, whose threads do not exist here: what they held is free.
+
+        What was the parent's stays as it is; the next request makes a connection of its own.
+        """
+        self._lock = threading.Lock()
+        self.pool = ThreadPoolExecutor(_LOAD_THREADS, thread_name_prefix="kvstore-remote-load")
+        if self._channel is not None:
+            self._channel.begin_anew()
+        if self._hot is not None:
+            self._hot.begin_anew()
 
     def channel(self) -> Channel:
         """The connection, made if there is none. Raises DaemonLostError when the daemon is away, StoreClosedError."""
@@ -153,3 +169,12 @@ class Link:
             log.warning("a lease was never released; use `with`")
             with contextlib.suppress(DaemonError):
                 channel.tell(wire.Release(wire.NO_REPLY, handle))
+
+
+def _in_child() -> None:
+    for link in list(_links):
+        link.begin_anew()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)

@@ -187,7 +187,7 @@ class RecordReader:
     """Reads one record file. The header is checked on opening, each frame when it is read.
 
     `ciphers` open records of tenants whose keys they are; None opens what is in clear. `ahead`: bytes of the file to
-    read at once with the header, since the first frame comes next (`Header.head_bytes`). Raises BadRecordError for
+    read at once with the header, since the first frame comes next (see `Row.head_bytes`). Raises BadRecordError for
     anything that is not exactly what was written.
     """
 

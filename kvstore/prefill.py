@@ -114,6 +114,7 @@ class _Prefill:
         self._prefix, self._runs = choice.prefix, choice.runs
         self._hole, self._ahead = choice.hole, choice.ahead
         self._recomputed = 0
+        self._reads_flash = not all(block.in_memory for block in lease.blocks)
         self.store_seconds = 0.0
 
     def attempt(self) -> NDArray[np.float32] | None:
@@ -188,7 +189,7 @@ class _Prefill:
         room = spare(len(fresh), runs, repair, engine.costs(kv.slots))
         chosen = select(repair, runs, evidence, room)
         todo = np.sort(np.concatenate([fresh, chosen])).astype(np.int32)
-        calls = engine.plan(self._prompt[todo], todo, todo, kv, shortest_first=True)
+        calls = engine.plan(self._prompt[todo], todo, todo, kv, shortest_first=self._reads_flash)
         logits: NDArray[np.float32] = engine.run(
             calls, kv, logits_of=[-1], before_call=loading.before_call(engine)
         )[0]

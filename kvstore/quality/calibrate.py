@@ -55,7 +55,7 @@ from .reuse import LEAST_PROMPTS, MOST_KL, Measurement, Verdict, judge, within_c
 from .trials import Context, Tokens, Trial, trials
 
 _REPAIRS: tuple[FirstTokens | Attended, ...] = (
-    FirstTokens(6),
+    FirstTokens(4),
     FirstTokens(16),
     Attended(0.08),
     Attended(0.15),
@@ -65,7 +65,7 @@ _REPAIRS: tuple[FirstTokens | Attended, ...] = (
 CANDIDATES: tuple[AnyRepair, ...] = (
     Nothing(),
     *_REPAIRS,
-    *(WhenSure(repair, 0.3) for repair in _REPAIRS),
+    *(WhenSure(repair, margin) for margin in (0.3, 0.5) for repair in (Nothing(), *_REPAIRS)),
 )
 
 _ROUND = 16  # prompts after which repairs without a chance are dropped

@@ -1,9 +1,11 @@
 """Chunk table: which held blocks hold parts of these tokens, at any offset of either.
 
 A run is the longest stretch of a prompt that stands alike in held blocks: inside one, or across one and the
-blocks that follow it. What may be used is the caller's to decide, who knows what each block was captured
-behind: hence every piece comes with all copies that hold it. The caller chooses the block numbers, the same as
-in its trie, and inserts and removes in both at once. One table serves one identity. Not thread-safe.
+blocks that follow it. Which copy serves is the caller's to decide, who knows what each block was captured
+behind: hence every piece comes with all copies that hold it. One rule is the table's, since it decides which
+pieces there are: a copy from the very start of a prompt was captured behind nothing, and serves only where no
+other copy does, however long it is. The caller chooses the block numbers, the same as in its trie, and inserts
+and removes in both at once. One table serves one identity. Not thread-safe.
 
 What is found: of each held block the windows of `window` tokens at its offsets 0, window, 2 window … are kept
 by hash, so each run of 2 window - 1 tokens or more holds one of them. Window hashes of the prompt are looked
@@ -18,18 +20,38 @@ them some are missed or cut short.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .cover import cover
+from .cover import between, cover
 from .errors import BlockRefused, UnknownBlock
 from .tokens import token_ids
 from .windows import WindowHash, WindowTable
 
+AT_START = 16
+"""A copy captured with fewer tokens before it took the place of the attention sink."""
+
+_SETTLED = 256
+"""What a copy from the start holds behind so many tokens was captured in context: behind these. So a whole prompt
+that stands a few tokens further on is not cut up by each sentence that others have, too."""
+
 _NONE = -1
+
+_BATCH = 1 << 14
+"""Windows hashed at a time when a table is filled, so that what is in between stays within 2 MiB."""
+
+
+class Held(NamedTuple):
+    """A block for `ChunkTable.fill`, as `ChunkTable.insert` takes it."""
+
+    block: int
+    tokens: NDArray[np.int32]
+    parent: int | None
+    start: int
 
 
 class Source(NamedTuple):
@@ -89,6 +111,7 @@ class ChunkTable:
         self._blocks: list[int] = []  # by slot, as everything below
         self._tokens = np.empty((0, block_tokens), np.int32)
         self._length = np.empty(0, np.int32)
+        self._start = np.empty(0, np.int32)
         self._parent = np.empty(0, np.int32)
         self._child = np.empty(0, np.int32)  # the newest; the others follow in a list
         self._older = np.empty(0, np.int32)
@@ -102,13 +125,19 @@ class ChunkTable:
         return block in self._slots
 
     def insert(
-        self, block: int, tokens: ArrayLike, parent: int | None = None, children: Iterable[int] = ()
+        self,
+        block: int,
+        tokens: ArrayLike,
+        parent: int | None = None,
+        children: Collection[int] = (),
+        start: int | None = None,
     ) -> None:
         """Hold `block`, tokens [1..block_tokens]. It follows `parent` where that is held here.
 
         `children`: held blocks without a parent that follow this one, as a block that fills a hole in the trie
-        has them. Fewer than `window` tokens are found only behind their parent's. Raises TokenError,
-        UnknownBlock for a child that is not held, BlockRefused.
+        has them. `start`: position of the first token in the prompt that it was captured from; None is right
+        behind the parent, or 0 where that is not held. Fewer than `window` tokens are found only behind their
+        parent's. Raises TokenError, UnknownBlock for a child that is not held, BlockRefused.
         """
         ids = token_ids(tokens)
         if not 1 <= len(ids) <= self.block_tokens:
@@ -126,6 +155,8 @@ class ChunkTable:
                 raise BlockRefused(f"block {child} follows another block already")
         if below and len(ids) < self.block_tokens:
             raise BlockRefused(f"block {block} is a tail of {len(ids)} tokens and takes no children")
+        if start is None:
+            start = 0 if above == _NONE else int(self._start[above]) + self.block_tokens
         if self._free:
             slot = self._free.pop()
             self._blocks[slot] = block
@@ -138,14 +169,62 @@ class ChunkTable:
         self._tokens[slot, : len(ids)] = ids
         self._tokens[slot, len(ids) :] = _NONE
         self._length[slot] = len(ids)
+        self._start[slot] = start
         self._parent[slot] = self._child[slot] = _NONE
         if above != _NONE:
             self._link(slot, above)
         for child_slot in below:
             self._link(child_slot, slot)
         first = self._entry(slot)
-        for i, value in enumerate(self._hash(ids)[:: self.window].tolist()):
+        whole = ids[: len(ids) // self.window * self.window].reshape(-1, self.window)
+        for i, value in enumerate(self._hash.of(whole).tolist()):
             self._windows.add(first + i, value)
+
+    def fill(self, blocks: Sequence[Held]) -> None:
+        """Hold `blocks`, in a table that holds none: as to insert them one by one, and ten times faster.
+
+        Parents may come behind their children. Raises TokenError, BlockRefused.
+        """
+        if self._slots:
+            raise BlockRefused(f"the table holds {len(self)} blocks already; insert more one by one")
+        if not blocks:
+            return
+        ids = token_ids(np.concatenate([block.tokens for block in blocks]))
+        length = np.array([len(block.tokens) for block in blocks], np.int32)
+        for block, tokens in zip(blocks, length.tolist(), strict=True):
+            if not 1 <= tokens <= self.block_tokens:
+                raise BlockRefused(
+                    f"block {block.block}: a block holds 1 to {self.block_tokens} tokens, got {tokens}"
+                )
+        slots = {block.block: slot for slot, block in enumerate(blocks)}
+        if len(slots) < len(blocks):
+            raise BlockRefused(f"{len(blocks)} blocks have {len(slots)} numbers; each needs its own")
+        above = [_NONE if block.parent is None else slots.get(block.parent, _NONE) for block in blocks]
+        for block, parent in zip(blocks, above, strict=True):
+            if parent != _NONE and length[parent] < self.block_tokens:
+                raise BlockRefused(
+                    f"block {block.parent} is a tail of {length[parent]} tokens and takes no children"
+                )
+        count = len(blocks)
+        if count > len(self._tokens):
+            self._make_room(count)
+        self._slots = slots
+        self._free = []
+        self._blocks = [block.block for block in blocks]
+        held = self._tokens[:count]
+        held.fill(_NONE)
+        held[np.arange(self.block_tokens) < length[:, None]] = ids
+        self._length[:count] = length
+        self._start[:count] = [block.start for block in blocks]
+        self._parent[:count] = self._child[:count] = _NONE
+        for slot, parent in enumerate(above):
+            if parent != _NONE:
+                self._link(slot, parent)
+        a_block = self.block_tokens // self.window
+        entries = np.flatnonzero(np.arange(a_block) < length[:, None] // self.window)
+        windows = held.reshape(-1, self.window)
+        hashes = [self._hash.of(windows[entries[i : i + _BATCH]]) for i in range(0, len(entries), _BATCH)]
+        self._windows.fill(entries.astype(np.int32), np.concatenate([np.empty(0, np.uint64), *hashes]))
 
     def remove(self, block: int) -> None:
         """Forget `block`. Blocks that follow it stay, without a parent. Raises UnknownBlock."""
@@ -168,7 +247,8 @@ class ChunkTable:
         """Runs of `shortest` tokens or more from `start` on: disjoint, ascending, as much as can be covered.
 
         `tokens`: integers [n], of which the first `start` are not looked at: the prefix that the trie found.
-        Covered are as many tokens as possible with as few runs as possible. `boundaries`: positions at which
+        Covered are as many tokens as possible with as few runs as possible, by copies that were captured in
+        context; then what these leave, by copies from the start of a prompt. `boundaries`: positions at which
         segments of the prompt begin; where two runs meet and might do so at several places, it is at one of
         these. At most `copies` sources a run. No side effects. Raises TokenError; ValueError
         for a negative start or a `shortest` below 1.
@@ -178,14 +258,23 @@ class ChunkTable:
         prompt = token_ids(tokens)[start:]
         matches = self._matches(prompt, shortest)
         before = self._before(matches, len(prompt) + self.block_tokens)
-        begins = matches.begin[_roots(before)]
-        pieces = cover(begins, matches.end, shortest, sorted(boundary - start for boundary in boundaries))
-        return [
-            Run(begin + start, end - begin, sources)
-            for (begin, end), sources in zip(
-                pieces, self._sources(pieces, matches, before, begins), strict=True
-            )
-        ]
+        root = _roots(before)
+        begins = matches.begin[root]
+        captured = self._start[matches.slot[root]] + matches.offset[root]
+        alone = captured < AT_START
+        segments = sorted(boundary - start for boundary in boundaries)
+        # First the copies in context, beside them what the others hold behind a beginning of their own; of that
+        # nothing is taken yet, so that it comes in one piece with its beginning where that is wanted, too.
+        pieces = cover(np.where(alone, begins + _SETTLED - captured, begins), matches.end, shortest, segments)
+        in_context = np.where(alone, len(prompt), begins)  # as if the others held nothing
+        copies = self._sources(pieces, matches, before, in_context)
+        found = [(piece, sources) for piece, sources in zip(pieces, copies, strict=True) if sources]
+        if alone.any():
+            taken = [piece for piece, _ in found]
+            pieces = cover(*between(begins[alone], matches.end[alone], taken), shortest, segments)
+            found += zip(pieces, self._sources(pieces, matches, before, begins), strict=True)
+            found.sort(key=itemgetter(0))
+        return [Run(begin + start, end - begin, sources) for (begin, end), sources in found]
 
     def _sources(
         self,
@@ -311,7 +400,7 @@ class ChunkTable:
 
     def _make_room(self, slots: int) -> None:
         held = len(self._tokens)
-        for name in ("_tokens", "_length", "_parent", "_child", "_older", "_newer"):
+        for name in ("_tokens", "_length", "_start", "_parent", "_child", "_older", "_newer"):
             old = getattr(self, name)
             new = np.empty((slots, *old.shape[1:]), np.int32)
             new[:held] = old

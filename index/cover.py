@@ -20,6 +20,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+_NO_END = np.iinfo(np.int64).max
+
 
 class _Piece(NamedTuple):
     """Tokens [begin, end), of a run that holds [least, most)."""
@@ -40,14 +42,9 @@ def cover(
     what begins anew.
     """
     long = ends - begins >= shortest
-    begins, ends = begins[long], ends[long]
+    begins, ends = _outermost(begins[long], ends[long])
     if not len(begins):
         return []
-    order = np.lexsort((-ends, begins))
-    begins, ends = begins[order], ends[order]
-    furthest = np.maximum.accumulate(ends)
-    useful = np.concatenate([[True], ends[1:] > furthest[:-1]])
-    begins, ends = begins[useful], ends[useful]
     cuts = [0, *(np.flatnonzero(begins[1:] >= ends[:-1]) + 1).tolist(), len(begins)]
     first, last = begins.tolist(), ends.tolist()
     pieces: list[tuple[int, int]] = []
@@ -58,6 +55,32 @@ def cover(
         chosen = _fewest(first[i:j], last[i:j], shortest) or _best(first[i:j], last[i:j], shortest)
         pieces += _meet(chosen, shortest, boundaries)
     return pieces
+
+
+def between(
+    begins: NDArray[np.int64], ends: NDArray[np.int64], pieces: list[tuple[int, int]]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(begins, ends) of what of the runs [begins[i], ends[i]) lies between `pieces`, ascending and disjoint."""
+    begins, ends = _outermost(begins, ends)
+    opens = np.array([0, *(end for _, end in pieces)], np.int64)
+    closes = np.array([*(begin for begin, _ in pieces), _NO_END], np.int64)
+    first = np.searchsorted(closes, begins, side="right")  # gaps that a run reaches into are consecutive
+    count = np.maximum(np.searchsorted(opens, ends) - first, 0)
+    run = np.repeat(np.arange(len(begins)), count)
+    gap = np.arange(len(run)) + np.repeat(first - (np.cumsum(count) - count), count)
+    return np.maximum(begins[run], opens[gap]), np.minimum(ends[run], closes[gap])
+
+
+def _outermost(
+    begins: NDArray[np.int64], ends: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The runs that lie within no other, each once: their begins and their ends ascend."""
+    order = np.lexsort((-ends, begins))
+    begins, ends = begins[order], ends[order]
+    furthest = np.maximum.accumulate(ends)
+    useful = np.ones(len(ends), np.bool_)
+    np.greater(ends[1:], furthest[:-1], out=useful[1:])
+    return begins[useful], ends[useful]
 
 
 def _fewest(begins: list[int], ends: list[int], shortest: int) -> list[_Piece]:

@@ -288,7 +288,7 @@ class SemanticIndex:
     def _run(self) -> None:
         """The background thread: load as soon as there is something, then embed until closed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._kept or self._queue or self._closing)
+            self._changed.wait_for(lambda: self._kept or self._keys or self._queue or self._closing)
         if not self._closing:
             vectors.backend()  # loads it
             self._loaded = self._try_embed(["."]) is not None

@@ -34,11 +34,25 @@ class WindowHash:
         """Hash of the window that starts at each token: uint64 [max(0, n - window + 1)], high bits the best."""
         if len(ids) < self.window:
             return np.empty(0, np.uint64)
-        hashes: Hashes = ids.astype(np.uint64) * self._odd[0]
-        hashes ^= hashes >> np.uint64(32)
+        hashes = self._of_tokens(ids)
         for step in range(self.window.bit_length() - 1):
             hashes = hashes[: -(1 << step)] * self._odd[step + 1] + hashes[1 << step :]
+        return self._mixed(hashes)
+
+    def of(self, windows: NDArray[np.int32]) -> Hashes:
+        """The same of `windows`, int32 [n, window]: uint64 [n]. Less work for windows that do not overlap."""
+        hashes = self._of_tokens(windows)
+        for step in range(self.window.bit_length() - 1):
+            hashes = hashes[:, ::2] * self._odd[step + 1] + hashes[:, 1::2]
+        return self._mixed(hashes[:, 0])
+
+    def _of_tokens(self, ids: NDArray[np.int32]) -> Hashes:
+        hashes: Hashes = ids.astype(np.uint64) * self._odd[0]
         hashes ^= hashes >> np.uint64(32)
+        return hashes
+
+    def _mixed(self, hashes: Hashes) -> Hashes:
+        hashes = hashes ^ (hashes >> np.uint64(32))
         hashes *= self._odd[-1]
         return hashes
 
@@ -80,10 +94,7 @@ class WindowTable:
         self._newest = np.zeros(1 << self._bits, np.int32)
         buckets = self._buckets(self._hash[newest - 1])
         order = np.argsort(buckets)
-        newest, buckets = newest[order], buckets[order]
-        starts = np.diff(buckets, prepend=-1) > 0
-        self._next[newest - 1] = np.where(np.append(starts[1:], True), 0, np.roll(newest, -1))
-        self._newest[buckets[starts]] = newest[starts]
+        self._chain(newest[order], buckets[order])
 
     def add(self, entry: int, value: int) -> None:
         """Hold a free `entry` under hash `value`, as the newest of its copies."""
@@ -100,6 +111,20 @@ class WindowTable:
             bucket = self._bucket(value)
             self._next[entry] = self._newest[bucket]
             self._newest[bucket] = link
+
+    def fill(self, entries: Entries, hashes: Hashes) -> None:
+        """As `add` of entries[i] under hashes[i] one after the other, to a table that holds none; far cheaper."""
+        order = np.argsort(hashes, kind="stable")  # by hash is by bucket, too, and the oldest copy first
+        values, links = hashes[order], entries[order] + 1
+        same = values[1:] == values[:-1]
+        older, newer = np.zeros(len(links), np.int32), np.zeros(len(links), np.int32)
+        older[1:][same] = links[:-1][same]
+        newer[:-1][same] = links[1:][same]
+        self._hash[links - 1] = values
+        self._older[links - 1] = older
+        self._newer[links - 1] = newer
+        newest = links[newer == 0]
+        self._chain(newest, self._buckets(values[newer == 0]))
 
     def discard(self, entry: int) -> None:
         """Free a held `entry`."""
@@ -135,6 +160,12 @@ class WindowTable:
     def older(self, entries: Entries) -> Entries:
         """The next older copy of each of these held entries; negative where there is none."""
         return self._older[entries] - 1
+
+    def _chain(self, newest: NDArray[np.int32], buckets: NDArray[np.int64]) -> None:
+        """Let each of these links, in the order of their buckets, be in its bucket, and nothing else."""
+        starts = np.diff(buckets, prepend=-1) > 0
+        self._next[newest - 1] = np.where(np.append(starts[1:], True), 0, np.roll(newest, -1))
+        self._newest[buckets[starts]] = newest[starts]
 
     def _buckets(self, hashes: Hashes) -> NDArray[np.int64]:
         return (hashes >> np.uint64(64 - self._bits)).astype(np.int64)

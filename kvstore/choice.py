@@ -11,15 +11,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.pipeline.recompute import PROBED, AnyRepair, Both, Evidence, Nothing, select
+from kvstore.pipeline.recompute import PROBED, QUESTION, AnyRepair, Both, Evidence, Nothing, select
 from kvstore.pipeline.recompute import MovedRun as Run
 from kvstore.pipeline.schedule import CallCosts
 
 from .moved import SHORTEST, MovedRun
-
-QUESTION = 16
-"""The question whose attention chooses what is recomputed: so many of the last tokens (32 do no better, measured)."""
-
 
 LAST_TOKEN = "the last token is always computed, for its logits"
 THE_QUESTION = "the end of the question is computed, to see what it attends to"
@@ -89,7 +85,7 @@ def choose(
 def spare(fresh: int, runs: Sequence[Run], repair: AnyRepair, costs: CallCosts) -> int:
     """How many tokens more than the repair needs are computed again, in calls that are paid for anyway.
 
-    Reckoned as at the end of the context: that is a matter of how many tokens there are, hardly of where.
+    Counted with full-width calls; with windows the plan may differ by a call.
     """
     return costs.cover(fresh + repair.least(runs)).padding
 

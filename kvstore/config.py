@@ -39,7 +39,14 @@ from .profile import PROFILES, Profile
 log = logging.getLogger(__name__)
 
 _PREFIX = "KVSTORE_"
-_OTHERS = {"KVSTORE_CACHE_DIR", "KVSTORE_KERNELS", "KVSTORE_CONFIG", "KVSTORE_STRESS_SECONDS"}
+_OTHERS = {
+    "KVSTORE_CACHE_DIR",
+    "KVSTORE_CONFIG",
+    "KVSTORE_DAEMON",
+    "KVSTORE_DOCS_SCREENSHOTS",
+    "KVSTORE_KERNELS",
+    "KVSTORE_STRESS_SECONDS",
+}
 """Environment variables that say something else."""
 
 _UNITS = {

@@ -52,7 +52,8 @@ class Explanation(msgspec.Struct, frozen=True):
     `recomputed` no more than what is certain; `notes` say of how many that holds, and what else is open. They also
     name what another identity would have found.
 
-    `repair` is what `policy` stands for by the `verdict` on this identity, in words; None: prefixes only.
+    `repair` is what `policy` stands for by the `verdict` on this identity, in words; None: prefixes only, and `refused`
+    says why.
     """
 
     spans: tuple[Span, ...]
@@ -64,6 +65,7 @@ class Explanation(msgspec.Struct, frozen=True):
     recomputed: int
     computed: int
     notes: tuple[str, ...] = ()
+    refused: str | None = None
 
 
 class Found(NamedTuple):
@@ -139,6 +141,7 @@ def explain(
         recomputed=again,
         computed=int((~loaded).sum()),
         notes=(*notes, *_elsewhere(tokens, found.length, namespace, tiers, identity)),
+        refused=refused,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from kvstore.pipeline.layer_groups import shares
@@ -11,7 +11,7 @@ from kvstore.pipeline.schedule import CallCosts
 from kvstore.prefetch.load_or_recompute import Decision, Held, decide
 
 from .block import HeldBlock
-from .choice import Choice, Declined, repairable
+from .choice import Choice, Declined, repairable, too_short
 from .moved import SHORTEST, MovedRun, Piece
 
 
@@ -65,28 +65,29 @@ def _applied(choice: Choice, decision: Decision) -> Choice:
         "loaded"
     )
     declined = [Declined(begin, end - begin, reason)] if begin < end else []
-    kept = {piece for run in runs for piece in run.pieces}
-    declined += [
-        Declined(piece.target, piece.length, reason)
-        for run in choice.runs
-        for piece in run.pieces
-        if piece not in kept
-    ]
+    for comes_late, part in _parts(choice.runs, decision.front):
+        if comes_late or part.length < SHORTEST:
+            declined.append(
+                Declined(part.target, part.length, reason if comes_late else too_short(part.length))
+            )
     return Choice(prefix, runs, tuple(sorted([*choice.declined, *declined])), hole, decision.ahead)
 
 
 def _kept(runs: Sequence[MovedRun], front: int) -> tuple[MovedRun, ...]:
     """`runs` without what flash holds before `front`, and without remnants that are too short."""
-    kept = []
+    return tuple(
+        part for comes_late, part in _parts(runs, front) if not comes_late and part.length >= SHORTEST
+    )
+
+
+def _parts(runs: Sequence[MovedRun], front: int) -> Iterator[tuple[bool, MovedRun]]:
+    """`runs` cut where what flash holds before `front` begins or ends, and of each part whether it is that."""
     for run in runs:
-        for wanted, group in groupby(
-            run.pieces, lambda piece: not (piece.target < front and _on_flash(piece.block))
+        for comes_late, group in groupby(
+            run.pieces, lambda piece: piece.target < front and _on_flash(piece.block) > 0
         ):
-            pieces: tuple[Piece, ...] = tuple(group)
-            length = sum(piece.length for piece in pieces)
-            if wanted and length >= SHORTEST:
-                kept.append(MovedRun(pieces[0].target, length, pieces))
-    return tuple(kept)
+            pieces = tuple(group)
+            yield comes_late, MovedRun(pieces[0].target, sum(piece.length for piece in pieces), pieces)
 
 
 def _on_flash(block: HeldBlock) -> int:

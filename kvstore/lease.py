@@ -56,6 +56,7 @@ class Lease(abc.ABC):
         self.is_released = False
         self._prefix = tuple(blocks)
         self._blocks = (*blocks, *(piece.block for run in runs for piece in run.pieces))
+        self._in_runs = {piece.block.number for run in runs for piece in run.pieces}
         self._found_in = {block.number: block.tier for block in self._blocks}
         self._loads: weakref.WeakSet[Load] = weakref.WeakSet()
 
@@ -99,7 +100,8 @@ class Lease(abc.ABC):
 
         buffer: arrays a layer, keys and values [kv_heads, slots, head_dim]. slots: int64, the slot of each token of
         the prompt, as far as anything is loaded; None means token i goes to slot i. length: load fewer tokens of the
-        prefix than are leased. runs: moved runs to load, of `self.runs` or parts of them; all of them by default.
+        prefix than are leased. runs: moved runs to load, of those that were leased or parts of them; by default
+        `self.runs`.
         Their keys are turned from the stored original to where they stand now.
 
         computed_from: the first position of the prompt that is going to be computed. What no token from there on
@@ -119,8 +121,7 @@ class Lease(abc.ABC):
             raise InvalidRequestError(f"asked to load {wanted} tokens")
         if wanted > self.length:
             raise BufferTooSmallError(f"asked to load {wanted} tokens, the lease holds {self.length}")
-        leased = {piece.block.number for run in self.runs for piece in run.pieces}
-        if any(piece.block.number not in leased for run in moved for piece in run.pieces):
+        if any(piece.block.number not in self._in_runs for run in moved for piece in run.pieces):
             raise InvalidRequestError("asked to load a moved run that this lease does not hold")
         if computed_from is not None and computed_from < 0:
             raise InvalidRequestError(f"nothing can be computed from position {computed_from} on")

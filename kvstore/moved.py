@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.index.chunks import Run
+from kvstore.index.chunks import AT_START, Run
 
 from .block import Block, HeldBlock
 
@@ -16,7 +16,7 @@ SHORTEST = 32
 """A moved run of fewer tokens is not worth its repair."""
 
 _CONTEXT = 64  # tokens before a run that are compared with those before a copy
-_AT_START = 16  # a copy captured with fewer tokens before it took the place of the attention sink
+_BEHIND_ITSELF = 16  # a copy right behind so many of its own last tokens was captured behind itself
 
 
 class Piece(NamedTuple):
@@ -70,15 +70,19 @@ def moved_run(
 
     What stood before a copy when its KV was captured decides how well it serves elsewhere (measured: the KL without
     any repair is 0.17 captured alone, 0.05 behind system prompt and another passage). So a copy captured at the start
-    of a prompt comes last; then counts how many tokens before it are those before the run, then exactness, then
-    distance.
+    of a prompt comes last, and second to last one captured behind itself, the worst of contexts; then counts how many
+    tokens before it are those before the run, then exactness, then distance.
     """
+    preceding = tokens[: run.target]
+    end = tokens[: run.target + run.length][-min(_BEHIND_ITSELF, run.length) :]
 
-    def worth(blocks: Sequence[Block], offset: int) -> tuple[bool, int, bool, int]:
+    def worth(blocks: Sequence[Block], offset: int) -> tuple[bool, bool, int, bool, int]:
         position = blocks[0].start + offset
-        shared = _shared_context(tokens[: run.target], blocks[0], offset, before)
+        context = _context(blocks[0], offset, before)
+        behind_itself = np.array_equal(context[-len(end) :], end)
         exact = all(block.exact for block in blocks)
-        return position >= _AT_START, shared, exact, -abs(position - run.target)
+        distance = abs(position - run.target)
+        return position >= AT_START, not behind_itself, _shared(context, preceding), exact, -distance
 
     copies = [([block_of(number) for number in source.blocks], source.offset) for source in run.sources]
     blocks, offset = max(copies, key=lambda copy: worth(*copy))
@@ -91,15 +95,20 @@ def moved_run(
     return MovedRun(run.target, run.length, tuple(pieces))
 
 
-def _shared_context(
-    preceding: NDArray[np.int32], block: Block, offset: int, before: Callable[[Block], Block | None]
-) -> int:
-    """How many tokens right before the copy equal those right before the run, up to _CONTEXT."""
-    held = block.tokens[max(0, offset - _CONTEXT) : offset]
-    if len(held) < _CONTEXT and (parent := before(block)) is not None:
-        held = np.concatenate([parent.tokens[len(held) - _CONTEXT :], held])
-    count = min(len(held), len(preceding), _CONTEXT)
+def _context(block: Block, offset: int, before: Callable[[Block], Block | None]) -> NDArray[np.int32]:
+    """What is held of the _CONTEXT tokens right before the copy."""
+    context = block.tokens[max(0, offset - _CONTEXT) : offset]
+    above = before(block)
+    while above is not None and len(context) < _CONTEXT:
+        context = np.concatenate([above.tokens[len(context) - _CONTEXT :], context])
+        above = before(above)
+    return context
+
+
+def _shared(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
+    """How many tokens at the ends of both are equal."""
+    count = min(len(one), len(other))
     if not count:
         return 0
-    differ = np.flatnonzero(held[::-1][:count] != preceding[::-1][:count])
+    differ = np.flatnonzero(one[::-1][:count] != other[::-1][:count])
     return int(differ[0]) if len(differ) else count

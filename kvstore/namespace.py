@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kvstore.index.chunks import ChunkTable
+from kvstore.index.chunks import ChunkTable, Held
 from kvstore.index.trie import Trie
 from kvstore.prefetch.cost import Recompute
 
@@ -25,6 +25,8 @@ ROOT_KEY = b""
 """Parent key of a block at position 0."""
 
 _WINDOW = 16
+
+_ROOM = 1024  # blocks that a chunk table has room for at least
 
 
 class Namespace:
@@ -208,7 +210,7 @@ class Namespace:
         self._by_number[block.number] = block
         if self._chunks is not None:
             parent = None if above is None else above.number
-            self._chunks.insert(block.number, block.tokens, parent, children)
+            self._chunks.insert(block.number, block.tokens, parent, children, block.start)
         if self.semantics is not None:
             self.semantics.add(block)
 
@@ -222,10 +224,15 @@ class Namespace:
 
     def _table(self) -> ChunkTable:
         """A chunk table of all that is held."""
-        table = ChunkTable(self.trie.block_tokens, window=min(_WINDOW, self.trie.block_tokens))
-        for block in sorted(self.by_key.values(), key=lambda block: block.start):
+        size = self.trie.block_tokens
+        window = min(_WINDOW, size & -size)  # the largest power of two that divides a block
+        table = ChunkTable(size, window=window, room=max(_ROOM, 2 * len(self.by_key)))
+        held = []
+        for block in self.by_key.values():
             above = self._before(block)
-            table.insert(block.number, block.tokens, None if above is None else above.number)
+            parent = None if above is None else above.number
+            held.append(Held(block.number, block.tokens, parent, block.start))
+        table.fill(held)
         return table
 
     def _before(self, block: Block) -> Block | None:

@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 from kvstore.pipeline.engine import StaticGraphEngine
 from kvstore.pipeline.graphs import EMPTY
 from kvstore.pipeline.kv_allocation import KvAllocation
-from kvstore.pipeline.recompute import AnyRepair, Evidence, Nothing, WhenSure, first_of, select
+from kvstore.pipeline.recompute import QUESTION, AnyRepair, Evidence, Nothing, WhenSure, first_of, select
 
 from .api import Store
-from .choice import QUESTION, choose, repairable, spare
+from .choice import choose, repairable, spare
 from .flash_choice import against_flash
 from .lease import Lease
 from .load import LoadedGroup
@@ -130,6 +130,7 @@ class _Prefill:
                 return self._compute_after_all()
             return logits
         except _ShrunkError:
+            # All is loaded anew, less what was damaged in any layer, and nothing is computed ahead of it.
             self._prefix, self._runs = loading.finish()
             self._ahead = 0
             if self._prefix <= self._hole[1]:
@@ -140,14 +141,14 @@ class _Prefill:
 
     def outcome(self, logits: NDArray[np.float32]) -> Prefilled:
         covered = sum(run.length for run in self._runs)
-        begin, end = self._hole
+        prefix = self._prefix - (self._hole[1] - self._hole[0])
         exact_until = self._runs[0].target if self._runs else len(self._prompt)
         return Prefilled(
             logits=logits,
-            prefix=self._prefix - (end - begin),
+            prefix=prefix,
             moved=covered - self._recomputed,
             recomputed=self._recomputed,
-            computed=len(self._prompt) - self._prefix + (end - begin) - covered,
+            computed=len(self._prompt) - prefix - covered,
             tiers=self._lease.tokens_by_tier(self._prefix, self._hole),
             bytes_read=self._lease.bytes_read,
             store_seconds=self.store_seconds,
@@ -158,7 +159,7 @@ class _Prefill:
 
     def _blend(self, loading: _Loading) -> NDArray[np.float32]:
         """Prefill over moved runs: what nobody holds and what the repair chooses, in order."""
-        engine, kv = self._engine, self._kv
+        engine, kv, costs = self._engine, self._kv, self._engine.costs(self._kv.slots)
         kv.slot_positions[:] = EMPTY
         kv.slot_positions[: self._prefix] = np.arange(self._prefix)
         kv.slot_positions[self._hole[0] : self._hole[1]] = EMPTY
@@ -171,14 +172,13 @@ class _Prefill:
         if len(ahead):
             loading.bring_first()
             engine.run(engine.plan(self._prompt[ahead], ahead, ahead, kv), kv)
-        runs = repairable(self._runs)
-        repair, evidence = self._repair if runs else Nothing(), Evidence()
-        if repair.evidence == "attention":
-            question = fresh[-min(QUESTION, engine.sizes[-1]) :]
+        runs, repair, evidence = repairable(self._runs), self._repair, Evidence()
+        if runs and repair.evidence == "attention":
+            question = fresh[-min(QUESTION, max(costs.seconds)) :]
             question = question[question > self._runs[-1].target]
             seen = engine.probe(self._prompt[question], question, question, kv, before_layers=loading.bring)
             evidence = Evidence(attention=seen[: len(self._prompt)])
-        elif repair.evidence == "deviation":
+        elif runs and repair.evidence == "deviation":
             places = np.concatenate([np.arange(run.target, run.target + run.length) for run in self._runs])
             places = np.sort(np.concatenate([fresh[fresh < places[-1]], places]))
             apart = np.zeros(len(self._prompt), np.float32)
@@ -186,7 +186,7 @@ class _Prefill:
                 self._prompt[places], places, places, kv, before_layers=loading.bring
             )
             evidence = Evidence(deviation=apart)
-        room = spare(len(fresh), runs, repair, engine.costs(kv.slots))
+        room = spare(len(fresh), runs, repair, costs)
         chosen = select(repair, runs, evidence, room)
         todo = np.sort(np.concatenate([fresh, chosen])).astype(np.int32)
         calls = engine.plan(self._prompt[todo], todo, todo, kv, shortest_first=self._reads_flash)

@@ -1,6 +1,6 @@
 """What a device allows: budgets of the tiers, block size, alignment. All sizes in bytes.
 
-Every budget is a ceiling that is checked before an allocation, with in-flight bytes counted (DESIGN rule 8).
+Every budget is a ceiling that is checked before an allocation, with in-flight bytes counted.
 """
 
 from __future__ import annotations

@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 from kvstore.pipeline.engine import StaticGraphEngine
 from kvstore.pipeline.kv_allocation import KvAllocation
 from kvstore.pipeline.sampling import Sampler
-from kvstore.pipeline.self_test import why_not_shift
+from kvstore.pipeline.self_test import why_engine_does_not_shift
 
 from .api import Store
+from .errors import InvalidRequestError
 from .explain import Explanation
 from .identity import Identity
 from .layout import Layout
@@ -82,7 +83,8 @@ class Session:
         self._policy = policy
         self._repair = None if store is None else store.verdict.repair(policy)
         if store is not None and self._repair is not None and store.shift_refused is None:
-            store.shift_refused = why_not_shift(engine, [layer.rope for layer in store.layout.layers])
+            ropes = [layer.rope for layer in store.layout.layers]
+            store.shift_refused = why_engine_does_not_shift(engine, ropes)
 
     def generate(
         self,
@@ -97,12 +99,14 @@ class Session:
     ) -> Generation:
         """Answer `prompt` (int32 [n]) with at most `max_new` tokens, ending before a token of `stop`.
 
-        boundaries: positions at which segments of the prompt begin, where they are known. `keep` False reuses
-        without storing. Raises the engine's error when prompt and answer exceed its context.
+        0 tokens: the prompt is computed and stored, so that another finds it; there is no first token then, and
+        `ttft_seconds` is 0. boundaries: positions at which segments of the prompt begin, where they are known. `keep`
+        False reuses without storing. Raises the engine's error when prompt and answer exceed its context,
+        InvalidRequestError for fewer than 0 tokens.
         """
         engine = self._engine
         started = time.perf_counter()
-        kv = engine.allocate(len(prompt) + max_new)
+        kv = engine.allocate(_context(prompt, max_new))
         storing: list[Future[PutResult]] = []
         try:
             return self._answer(
@@ -117,11 +121,11 @@ class Session:
     ) -> Explanation:
         """What `generate` with the same arguments would do now for each token of `prompt`; computes nothing.
 
-        Raises the engine's error when prompt and answer exceed its context; ValueError without a store.
+        Raises what `generate` raises, and ValueError without a store.
         """
         if self._store is None:
             raise ValueError("this session has no store, so all is computed")
-        kv = self._engine.allocate(len(prompt) + max_new)
+        kv = self._engine.allocate(_context(prompt, max_new))
         try:
             costs = self._engine.costs(kv.slots)
         finally:
@@ -153,7 +157,7 @@ class Session:
         ttft, padded = 0.0, engine.statistics.padding - padding_before
         answer: list[int] = []
         stopped = False
-        for token in engine.decode(done.logits, kv, len(prompt), choose):
+        for token in engine.decode(done.logits, kv, len(prompt), choose) if max_new else ():
             if not ttft:
                 ttft = time.perf_counter() - started
                 if self._store is not None and keep:
@@ -185,6 +189,12 @@ class Session:
             ttft_seconds=ttft,
             total_seconds=time.perf_counter() - started,
         )
+
+
+def _context(prompt: NDArray[np.int32], max_new: int) -> int:
+    if max_new < 0:
+        raise InvalidRequestError(f"asked for {max_new} new tokens; 0 only computes and stores the prompt")
+    return len(prompt) + max_new
 
 
 def _without_store(logits: NDArray[np.float32], tokens: int) -> Prefilled:

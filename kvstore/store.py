@@ -429,10 +429,15 @@ class KVStore:
         self._shared.worker.flush().result(timeout)
 
     def stats(self) -> Stats:
-        """Budgets and use of each tier, counters, and why things were refused or missed."""
+        """Budgets and use of each tier, counters, and why things were refused or missed.
+
+        Of verdicts, that on this identity: views of one directory may be of several tenants.
+        """
         with self._lock():
             ahead = self._shared.prefetching.usefulness()
-            return collect(self._tiers, self._namespace, self._shared.verdicts, ahead)
+            verdict = self._shared.verdicts.get(self._measured)
+            own = {} if verdict is None else {self._measured: verdict}
+            return collect(self._tiers, self._namespace, own, ahead)
 
     def snapshot(self) -> Snapshot:
         """What happens in the whole directory just now, as `kvstore top` and metrics show it."""

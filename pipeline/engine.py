@@ -13,9 +13,7 @@ import itertools
 import os
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -26,13 +24,14 @@ from numpy.typing import ArrayLike, NDArray
 
 from .ahead import Ahead
 from .call import BoundCall, Call
+from .engine_statistics import Statistics
 from .graphs import EMPTY, Form, KvDtype, head_graph, layer_graph
 from .kv_allocation import ContextExceeded, KvAllocation
 from .layer_groups import layer_groups
 from .onnx_runtime import OnnxRuntime
-from .recompute import PROBED
-from .runtime import CompiledGraph, NpuRuntime
-from .schedule import WINDOWED, CallCosts, CostTable, Windows
+from .recompute import PROBED, QUESTION
+from .runtime import CompiledGraph, NpuRuntime, Tensors
+from .schedule import WINDOWED, CallCosts, CostTable, Cover, Windows
 from .weights import open_weights
 
 SIZES = (1, 16, 32, 64, 128, 256, 512)
@@ -43,21 +42,11 @@ WINDOWS = {1024: (512,), 2048: (512, 1024, 1536), 4096: (1024, 2048, 3072)}
 _IDLE_ALLOCATIONS = 2  # kept of each context length
 _HEAD_ROWS = 16  # logits of many tokens at once are computed by blocks of so many
 
-
 _KeysValues = tuple[NDArray[np.float32], NDArray[np.float32]]
 
 
 class InvalidTokens(ValueError):
     """Token ids, positions or slots that no call can compute; the message names the first thing wrong."""
-
-
-@dataclass
-class Statistics:
-    """What the engine has computed so far. `calls` counts by size C; padding is what the sizes exceed the tokens."""
-
-    calls: Counter[int] = field(default_factory=Counter)
-    tokens: int = 0
-    padding: int = 0
 
 
 class StaticGraphEngine:
@@ -114,9 +103,8 @@ class StaticGraphEngine:
         self.kv_dtype = kv_dtype
         self.form = form
         self.statistics = Statistics()
-        self._lock = (
-            threading.RLock()
-        )  # held while a graph is compiled or costs are measured, not while one runs
+        # Held while a graph is compiled or costs are measured, and for what threads share; not while a graph runs.
+        self._lock = threading.RLock()
         self._whole = [range(self.config.layers)]
         self._parts: dict[tuple[int, int, int, int], list[CompiledGraph]] = {}
         self._heads: dict[int, CompiledGraph] = {}
@@ -137,15 +125,6 @@ class StaticGraphEngine:
             WeakKeyDictionary()
         )
 
-    @property
-    def identity_parts(self) -> dict[str, str]:
-        """What of this engine decides whether KV can be reused, beside tokenizer and layout (see `config`)."""
-        return {
-            "weights": self.weights.digest,
-            "quantization": self.config.quantization,
-            "kv_dtype": self.kv_dtype,
-        }
-
     def allocate(self, context_tokens: int) -> KvAllocation:
         """Empty KV for at least `context_tokens` tokens: of the smallest context length that holds them.
 
@@ -158,8 +137,10 @@ class StaticGraphEngine:
             )
         for slots in self.contexts:
             if context_tokens < slots:
-                idle = self._idle.get(slots)
-                return idle.pop() if idle else self._allocate(slots)
+                with self._lock:
+                    if idle := self._idle.get(slots):
+                        return idle.pop()
+                return self._allocate(slots)
         raise ContextExceeded(
             f"needs {context_tokens} tokens, the largest context of {self.contexts[-1]} slots holds "
             f"{self.contexts[-1] - 1}: shorten the prompt or open the engine with a longer one in `contexts`"
@@ -171,9 +152,10 @@ class StaticGraphEngine:
         Nobody may use it or its arrays any more.
         """
         kv.slot_positions[:] = EMPTY
-        idle = self._idle.setdefault(kv.slots, [])
-        if len(idle) < _IDLE_ALLOCATIONS and kv not in idle:
-            idle.append(kv)
+        with self._lock:
+            idle = self._idle.setdefault(kv.slots, [])
+            if len(idle) < _IDLE_ALLOCATIONS and kv not in idle:
+                idle.append(kv)
 
     def grow(self, kv: KvAllocation, context_tokens: int) -> KvAllocation:
         """A larger allocation that holds what `kv` holds, slot for slot. `kv` stays as it is."""
@@ -260,20 +242,40 @@ class StaticGraphEngine:
         cheapest. shortest_first: these calls in the order of their sizes; may cost a tenth more, and waits for less
         of the KV that is still on its way.
         """
+        calls, cover = self._planned(token_ids, positions, slots, kv, shortest_first)
+        if cover is not None:
+            with self._lock:
+                self.statistics.planned(sum(len(call.token_ids) for call in calls), cover)
+        return calls
+
+    def _planned(
+        self,
+        token_ids: ArrayLike,
+        positions: ArrayLike,
+        slots: ArrayLike,
+        kv: KvAllocation,
+        shortest_first: bool = False,
+    ) -> tuple[list[Call], Cover | None]:
+        """The calls of `plan`, and by which cover; None for a single token in a graph of one."""
         ids, at = _int32("token ids", token_ids), _int32("positions", positions)
         into = _int32("slots", slots)
         if not len(ids) == len(at) == len(into):
             raise InvalidTokens(f"{len(ids)} token ids, {len(at)} positions, {len(into)} slots")
         if len(ids) == 1 and self.sizes[0] == 1:
-            return [Call(1, ids, at, into)]
-        with self._lock:
-            cover = self.costs(kv.slots).cover_at(np.maximum.accumulate(into))
-        calls, start, end = [], 0, -cover.padding
-        for size in sorted(cover.sizes) if shortest_first else cover.sizes:
+            return [Call(1, ids, at, into)], None
+        cover = self.costs(kv.slots).cover_at(np.maximum.accumulate(into))
+        sizes, padding = list(cover.sizes), cover.padding
+        if shortest_first:
+            sizes.sort()
+            # It went into the first call, and calls over later windows may be shorter.
+            while padding >= sizes[0]:
+                padding -= sizes.pop(0)
+        calls, start, end = [], 0, -padding
+        for size in sizes:
             end += size
             calls.append(Call(size, ids[start:end], at[start:end], into[start:end]))
             start = end
-        return calls
+        return calls, cover
 
     def run(
         self,
@@ -323,10 +325,7 @@ class StaticGraphEngine:
         with self._lock:
             sizes = [call.size for call in calls]
             self._costs.observe(kv.slots, zip(sizes, windows, ahead.seconds, strict=True))
-        for call in calls:
-            self.statistics.calls[call.size] += 1
-            self.statistics.tokens += len(call.token_ids)
-            self.statistics.padding += call.size - len(call.token_ids)
+            self.statistics.ran(calls)
         if not logits_of:
             return np.empty((0, self.config.vocab), np.float32)
         rows = [cast(Any, h)[: len(call.token_ids)] for h, call in zip(hidden, calls, strict=True)]
@@ -345,22 +344,23 @@ class StaticGraphEngine:
         Softmax probabilities summed over the tokens, all heads and the layers in the middle that `PROBED` names; those
         behind them need not run. Their KV is written to their slots, for the layers that ran.
         before_layers(stop) is called before the KV of layers below `stop` is read; what it raises is raised.
-        Raises InvalidTokens and ContextExceeded before anything is changed; no more tokens than the largest size.
+        Raises InvalidTokens and ContextExceeded before anything is changed; no more tokens than the largest size at
+        this context, the last of `costs(kv.slots).seconds`.
         """
         ids, at, into = (
             _int32(name, each)
             for name, each in (("token ids", token_ids), ("positions", positions), ("slots", slots))
         )
-        size = next((size for size in self._sizes_at(kv.slots) if size >= len(ids)), None)
+        sizes = self._sizes_at(kv.slots)
+        size = next((size for size in sizes if size >= len(ids)), None)
         if size is None:
-            raise InvalidTokens(f"a probe of {len(ids)} tokens, the largest graph takes {self.sizes[-1]}")
+            raise InvalidTokens(
+                f"a probe of {len(ids)} tokens, the largest graph over {kv.slots} slots takes {sizes[-1]}"
+            )
         call = Call(size, ids, at, into)
         self._check([call], kv)
         kv.slot_positions[into] = at
-        if size not in self._probes.setdefault(kv, {}):
-            attention = np.zeros((size, kv.slots), np.float32)
-            self._probes[kv][size] = self._bind_probe(kv, size, attention), attention
-        bound, attention = self._probes[kv][size]
+        bound, attention = self._bind_probe(kv, size)
         hidden = None
         for part, layers in enumerate(self._probe_layers):
             if before_layers:
@@ -387,7 +387,7 @@ class StaticGraphEngine:
         """
         if self.config.layers < 2:
             raise ValueError("deviation is that of the second layer; the model has one")
-        calls = self.plan(token_ids, positions, slots, kv)
+        calls, _ = self._planned(token_ids, positions, slots, kv)
         self._check(calls, kv)
         for call in calls:
             kv.slot_positions[call.slots] = call.positions
@@ -414,7 +414,8 @@ class StaticGraphEngine:
     def warm_up(self, context_tokens: int) -> None:
         """Compile every graph for this context length, measure costs if not known, and bring weights into memory.
 
-        Without it the first calls of each size pay for that.
+        Without it the first calls of each size pay for that. So does a probe of `QUESTION` tokens; of other lengths it
+        and `deviation`, which no calibrated repair asks for, still pay at their first call.
         """
         kv = self.allocate(context_tokens)
         self.costs(kv.slots)
@@ -422,6 +423,10 @@ class StaticGraphEngine:
             for window in self._windows_at(size, kv.slots):
                 self._time_call(kv, size, window)
         self._logits(np.zeros((1, self.config.hidden), np.float32))
+        question = min(QUESTION, self._sizes_at(kv.slots)[-1], kv.capacity, self.config.context_length)
+        places = np.arange(question)
+        self.probe(np.zeros_like(places), places, places, kv)
+        self.recycle(kv)
 
     def _allocate(self, slots: int) -> KvAllocation:
         return KvAllocation(self.runtime.allocate, self.config, slots, np.dtype(self.kv_dtype))
@@ -482,20 +487,7 @@ class StaticGraphEngine:
         key = size, slots, window, len(groups)
         with self._lock:
             if key not in self._parts:
-                self._parts[key] = [
-                    self.runtime.compile(
-                        layer_graph(
-                            self.weights,
-                            tokens=size,
-                            slots=slots,
-                            layers=layers,
-                            kv_dtype=self.kv_dtype,
-                            form=self.form,
-                            window=window,
-                        )
-                    )
-                    for layers in groups
-                ]
+                self._parts[key] = [self._compile(size, slots, layers, window=window) for layers in groups]
             return self._parts[key]
 
     def _bind(
@@ -504,71 +496,61 @@ class StaticGraphEngine:
         """A call that is bound twice, `turn` 0 and 1, can be prepared while it runs."""
         bound, key = self._bound.setdefault(kv, {}), (size, window, len(groups), turn)
         if key not in bound:
-            bound[key] = BoundCall(
-                self._compiled(size, kv.slots, window, groups),
-                groups,
-                kv,
-                size=size,
-                hidden=self.config.hidden,
-                form=self.form,
-            )
+            graphs = self._compiled(size, kv.slots, window, groups)
+            bound[key] = self._bound_call(graphs, groups, kv, size)
         return bound[key]
 
-    def _bind_probe(self, kv: KvAllocation, size: int, attention: NDArray[np.float32]) -> BoundCall:
-        if (size, kv.slots) not in self._probe_parts:
-            self._probe_parts[size, kv.slots] = [
-                self.runtime.compile(
-                    layer_graph(
-                        self.weights,
-                        tokens=size,
-                        slots=kv.slots,
-                        layers=layers,
-                        kv_dtype=self.kv_dtype,
-                        form=self.form,
-                        attention=layers == self._probe_layers[-1],
-                    )
-                )
-                for layers in self._probe_layers
-            ]
-        return BoundCall(
-            self._probe_parts[size, kv.slots],
-            self._probe_layers,
-            kv,
-            size=size,
-            hidden=self.config.hidden,
-            form=self.form,
-            more={"attention": attention},
-        )
+    def _bind_probe(self, kv: KvAllocation, size: int) -> tuple[BoundCall, NDArray[np.float32]]:
+        """The layers that a probe runs, and the array that gets the attention of the last of them."""
+        with self._lock:
+            bound = self._probes.setdefault(kv, {})
+            if size not in bound:
+                attention = np.zeros((size, kv.slots), np.float32)
+                if (size, kv.slots) not in self._probe_parts:
+                    self._probe_parts[size, kv.slots] = [
+                        self._compile(size, kv.slots, layers, attention=layers == self._probe_layers[-1])
+                        for layers in self._probe_layers
+                    ]
+                graphs, more = self._probe_parts[size, kv.slots], {"attention": attention}
+                bound[size] = self._bound_call(graphs, self._probe_layers, kv, size, more), attention
+            return bound[size]
 
     def _bind_peek(self, kv: KvAllocation, size: int) -> tuple[BoundCall, _KeysValues]:
         """The first layer, and the arrays that get the second one's keys and values."""
-        bound = self._peeks.setdefault(kv, {})
-        if size not in bound:
-            layers = range(1)
-            if (size, kv.slots) not in self._peek_parts:
-                graph = layer_graph(
-                    self.weights,
-                    tokens=size,
-                    slots=kv.slots,
-                    layers=layers,
-                    kv_dtype=self.kv_dtype,
-                    form=self.form,
-                    peek=True,
-                )
-                self._peek_parts[size, kv.slots] = self.runtime.compile(graph)
-            shape = (self.config.kv_heads, size, self.config.head_dim)
-            keys, values = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
-            call = BoundCall(
-                [self._peek_parts[size, kv.slots]],
-                [layers],
-                kv,
-                size=size,
-                hidden=self.config.hidden,
+        with self._lock:
+            bound = self._peeks.setdefault(kv, {})
+            if size not in bound:
+                if (size, kv.slots) not in self._peek_parts:
+                    self._peek_parts[size, kv.slots] = self._compile(size, kv.slots, range(1), peek=True)
+                shape = (self.config.kv_heads, size, self.config.head_dim)
+                keys, values = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+                graphs, more = [self._peek_parts[size, kv.slots]], {"next_keys": keys, "next_values": values}
+                bound[size] = self._bound_call(graphs, [range(1)], kv, size, more), (keys, values)
+            return bound[size]
+
+    def _compile(self, size: int, slots: int, layers: range, **options: Any) -> CompiledGraph:
+        """options: further ones of `layer_graph`."""
+        return self.runtime.compile(
+            layer_graph(
+                self.weights,
+                tokens=size,
+                slots=slots,
+                layers=layers,
+                kv_dtype=self.kv_dtype,
                 form=self.form,
-                more={"next_keys": keys, "next_values": values},
+                **options,
             )
-            bound[size] = call, (keys, values)
-        return bound[size]
+        )
+
+    def _bound_call(
+        self,
+        graphs: list[CompiledGraph],
+        layers: list[range],
+        kv: KvAllocation,
+        size: int,
+        more: Tensors | None = None,
+    ) -> BoundCall:
+        return BoundCall(graphs, layers, kv, size=size, hidden=self.config.hidden, form=self.form, more=more)
 
     def _logits(self, hidden: NDArray[np.float32]) -> NDArray[np.float32]:
         """[n, hidden] → [n, vocab]: one by one for a few rows, else by blocks."""

@@ -1,7 +1,8 @@
 """How layers are cut into the groups that are loaded and computed one after another.
 
-The first groups are half as long as the others, a quarter of them or three: nothing else runs beside the load of the
-first, and little beside that of the next. Of 16 groups 1/29 of a load is waited for instead of 1/16.
+The first groups, a quarter of them, at least one and at most three, are half as long as the others: nothing else runs
+beside the load of the first, and little beside that of the next. Of 16 groups 1/29 of a load is waited for instead of
+1/16.
 """
 
 from __future__ import annotations

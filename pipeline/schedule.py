@@ -36,11 +36,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-_REMEMBERED = (
-    256  # calls of a size: a long phase of load does not outlast them, a slower device in the end does
-)
+# Calls of a size: a long phase of load does not outlast them, a slower device in the end does.
+_REMEMBERED = 256
 _CHANGED = 0.2  # smaller differences are noise, and not worth another split of the same prompt
-
+_SHARE_CHANGED = 0.05  # of what windows save, which is told by ratios of calls of one size
+_TOLD = 8  # calls of a size over a window before the least of them tells anything
 
 WINDOWED = 64
 """Graphs of at least so many tokens have windows: smaller ones gain little, and are many."""
@@ -72,11 +72,11 @@ class Windows(msgspec.Struct, frozen=True):
     least: int = WINDOWED
 
     @staticmethod
-    def on_a_line(windows: Sequence[int], first: float) -> Windows:
+    def on_a_line(windows: Sequence[int], first: float, least: int = WINDOWED) -> Windows:
         """With `first` as the share of the first of these windows; more than 1 is noise."""
         low, high = windows[0], windows[-1]
         rise = (1 - min(first, 1.0)) / max(high - low, 1)
-        return Windows({window: 1 - rise * (high - window) for window in windows})
+        return Windows({window: 1 - rise * (high - window) for window in windows}, least)
 
 
 class CallCosts:
@@ -107,6 +107,7 @@ class CallCosts:
         self._measured = self.seconds
         self._recent = {size: deque([each], _REMEMBERED) for size, each in self.seconds.items()}
         self._seen: set[int] = set()
+        self._over: dict[tuple[int, int], deque[float]] = {}  # by size and window, as they were
         self._lock = threading.Lock()
         self._covers: dict[tuple[int, ...], Cover] = {}
 
@@ -168,6 +169,43 @@ class CallCosts:
         sizes = tuple(size for _, size in sorted(calls))
         return Cover(sizes, sum(sizes) - total, costs[0], bound[total])
 
+    def observe_windows(self, calls: Iterable[tuple[int, int, float]]) -> bool:
+        """Learn what windows save from calls that ran: (size, window, seconds) each. True if shares changed.
+
+        The least of a size's recent calls over each of two windows or more tells how much of a call is attention: the
+        median of what sizes tell. What `observe` has learned of these sizes is reckoned anew: it was with wrong shares.
+        """
+        with self._lock:
+            if self.windows is None:
+                return False
+            for size, window, seconds in calls:
+                if size >= self.windows.least and size in self.seconds:
+                    self._over.setdefault((size, window), deque(maxlen=_REMEMBERED)).append(seconds)
+            least: dict[int, dict[int, float]] = {}
+            for (size, window), some in self._over.items():
+                if len(some) >= _TOLD:
+                    least.setdefault(size, {})[window] = min(some)
+            slots = max(self.windows.shares)
+            rises = [_rise(some, slots) for some in least.values() if len(some) > 1]
+            if not rises:
+                return False
+            first = min(self.windows.shares)
+            share = min(1.0, max(1 - statistics.median(rises) * (slots - first), first / slots))
+            if abs(share / self.windows.shares[first] - 1) <= _SHARE_CHANGED:
+                return False
+            self.windows = Windows.on_a_line(sorted(self.windows.shares), share, self.windows.least)
+            self._shares = sorted(self.windows.shares.items())
+            for size in {size for size, _ in self._over}:
+                over_all = [
+                    min(some) / self.share(size, of)
+                    for (each, of), some in self._over.items()
+                    if each == size
+                ]
+                self._recent[size] = deque([min(over_all)], _REMEMBERED)
+                self._seen.add(size)
+            self._covers = {}
+            return True
+
     def observe(self, calls: Iterable[tuple[int, float]]) -> bool:
         """Learn from calls that ran: (size, seconds over all slots) each. True if costs changed.
 
@@ -200,6 +238,13 @@ class CallCosts:
             return True
 
 
+def _rise(seconds: Mapping[int, float], slots: int) -> float:
+    """How much more of a call over all `slots` slots one slot more costs, from calls over two windows or more."""
+    (narrow, less), *_, (wide, more) = sorted(seconds.items())
+    slope = (more - less) / (wide - narrow)
+    return slope / (more + slope * (slots - wide))
+
+
 class _Kept(msgspec.Struct, frozen=True):
     """What the file says of one context length."""
 
@@ -213,7 +258,7 @@ class CostTable:
     What is learned takes effect when the table is opened again: within one process the same tokens are always split
     alike, so that the same prompt gives the same bits.
     The file says seconds by C over all slots, and the shares of windows, by S. A file that is damaged, or of other
-    sizes or windows, is measured anew, never an error.
+    sizes or windows, is measured anew, never an error; one that cannot be written is measured by each process.
     """
 
     def __init__(self, path: Path) -> None:
@@ -230,10 +275,10 @@ class CostTable:
         """
         if slots not in self._costs:
             known = self._read()
-            if (costs := _made(known.get(slots), sizes, windows)) is None:
-                costs = measure()
-                self._write(known | {slots: _Kept(costs.seconds, costs.windows)})
-            self._costs[slots] = costs
+            kept = _made(known.get(slots), sizes, windows)
+            self._costs[slots] = kept or measure()
+            if kept is None:
+                self._keep(known, slots, self._costs[slots])
         return self._costs[slots]
 
     def observe(self, slots: int, calls: Iterable[tuple[int, int, float]]) -> None:
@@ -242,15 +287,22 @@ class CostTable:
             return
         known = self._costs[slots]
         costs = self._learned.setdefault(slots, CallCosts(known.seconds, known.windows))
-        if costs.observe((size, seconds / costs.share(size, window)) for size, window, seconds in calls):
-            with contextlib.suppress(OSError):  # the next process learns it again
-                self._write(self._read() | {slots: _Kept(costs.seconds, costs.windows)})
+        ran = list(calls)
+        changed = costs.observe_windows(ran)
+        changed |= costs.observe((size, seconds / costs.share(size, window)) for size, window, seconds in ran)
+        if changed:
+            self._keep(self._read(), slots, costs)
 
     def _read(self) -> dict[int, _Kept]:
         try:
             return msgspec.json.decode(self._path.read_bytes(), type=dict[int, _Kept])
-        except (FileNotFoundError, msgspec.DecodeError):
+        except (OSError, msgspec.DecodeError):
             return {}
+
+    def _keep(self, known: Mapping[int, _Kept], slots: int, costs: CallCosts) -> None:
+        """Add these costs to what the file is known to say, if it can be written."""
+        with contextlib.suppress(OSError):
+            self._write({**known, slots: _Kept(costs.seconds, costs.windows)})
 
     def _write(self, costs: Mapping[int, _Kept]) -> None:
         with tempfile.NamedTemporaryFile(dir=self._path.parent, prefix=".costs-", delete=False) as file:

@@ -195,7 +195,7 @@ class Administration(Held):
                 blocks=len(held),
                 tokens=sum(len(each.tokens) for each in held),
                 tiers=in_tiers,
-                identities=identity_statuses(held, identities),
+                identities=identity_statuses(held, identities, self._opened.verdicts),
                 pins=pin_statuses(tiers.pins),
                 pinned_bytes=tiers.pins.used,
                 most_pinned_bytes=tiers.pins.limit,

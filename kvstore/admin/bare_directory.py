@@ -103,7 +103,7 @@ class BareDirectory(Held):
             blocks=len(held),
             tokens=sum(len(each.tokens) for each in held),
             tiers={"cold": flash},
-            identities=identity_statuses(held, self.identities()),
+            identities=identity_statuses(held, self.identities(), self._verdicts()),
             pins=pin_statuses(kept),
             pinned_bytes=0,
             most_pinned_bytes=0,

@@ -18,6 +18,7 @@ from kvstore.identity import Identity
 from kvstore.index.tokens import token_ids
 from kvstore.pipeline.schedule import CallCosts
 from kvstore.quality.reuse import Policy
+from kvstore.sent_costs import SentCosts
 
 from . import explained, portable
 from . import show as showing
@@ -114,23 +115,20 @@ class Held(ABC):
         *,
         identity: str | None = None,
         policy: str = "careful",
-        costs: Mapping[int, float] | None = None,
+        costs: SentCosts | Mapping[str, Any] | None = None,
         layer_groups: int = 1,
     ) -> Explained:
         """Where each token of a prompt would come from and why not from nearer; see `kvstore.explain`.
 
-        costs: seconds of a graph call by its size, of an engine whose graphs are split into so many layer groups; with
-        them the answer is what a request does that comes now. Without them whether moving pays stays open, which
-        notes say. Raises InvalidRequestError, InvalidTokensError.
+        costs: of the graph calls of an engine whose graphs are split into so many layer groups; a map where they came
+        over a connection. With them the answer is what a request does that comes now. Without them whether moving pays
+        stays open, which notes say. Raises InvalidRequestError, InvalidTokensError.
         """
         if policy not in get_args(Policy):
             raise InvalidRequestError(f"policy {policy!r} is not {', '.join(get_args(Policy))}")
         ids = checked(tokens)
         chosen = self.described(identity)
-        try:
-            calls = None if costs is None else CallCosts(costs)
-        except (ValueError, TypeError) as error:
-            raise InvalidRequestError(f"costs: {error}") from error
+        calls = None if costs is None else checked_costs(costs)
         told, speed = self.explanation(ids, chosen, cast(Policy, policy), calls, layer_groups)
         held = {entry.key.hex(): entry for entry in self.entries()}
         return explained.explained(len(ids), chosen, told, held, speed, calls)
@@ -189,6 +187,14 @@ def checked_filters(given: dict[str, Any]) -> Filters:
         return msgspec.convert(given, Filters)
     except msgspec.ValidationError as error:
         raise InvalidRequestError(f"filters: {error}") from error
+
+
+def checked_costs(given: SentCosts | Mapping[str, Any]) -> CallCosts:
+    """Raises InvalidRequestError."""
+    try:
+        return msgspec.convert(given, SentCosts).calls()
+    except msgspec.ValidationError as error:
+        raise InvalidRequestError(f"costs: {error}") from error
 
 
 def _itself(entry: Entry) -> Entry:

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from kvstore.identity import Identity
+from kvstore.quality.reuse import Policy, Verdict
 from kvstore.tiers.pins import Pin
-from kvstore.watch.stats import TierStats
+from kvstore.watch.stats import PolicyInUse, TierStats, in_use
 
 from .entry import Entry, tenant_of
 
@@ -17,7 +18,8 @@ from .entry import Entry, tenant_of
 class IdentityStatus(msgspec.Struct, frozen=True):
     """Blocks of one identity. `kv_bytes` is their KV as engines see it, None where nobody described the identity.
 
-    adapters: content digests of those at work. tokenizer: its digest, "?" where that is not known.
+    adapters: content digests of those at work. tokenizer: its digest, "?" where that is not known. policies: what each
+    does to moved runs, by the verdict; none where the identity was never measured.
     """
 
     identity: str
@@ -31,6 +33,7 @@ class IdentityStatus(msgspec.Struct, frozen=True):
     kv_bytes: int | None
     flash_bytes: int
     hits: int
+    policies: dict[Policy, PolicyInUse]
 
 
 class PinStatus(msgspec.Struct, frozen=True):
@@ -68,7 +71,7 @@ class Status(msgspec.Struct, frozen=True):
 
 
 def identity_statuses(
-    entries: Iterable[Entry], identities: Mapping[bytes, Identity]
+    entries: Iterable[Entry], identities: Mapping[bytes, Identity], verdicts: Mapping[bytes, Verdict]
 ) -> tuple[IdentityStatus, ...]:
     """Of each identity that is described or has blocks, most tokens first."""
     blocks, tokens, flash, hits = Counter[bytes](), Counter[bytes](), Counter[bytes](), Counter[bytes]()
@@ -80,6 +83,7 @@ def identity_statuses(
     found = []
     for digest in sorted({*blocks, *identities}, key=lambda digest: (-tokens[digest], digest)):
         identity = identities.get(digest)
+        verdict = verdicts.get(digest if identity is None else _measured(identity))
         found.append(
             IdentityStatus(
                 digest.hex(),
@@ -93,9 +97,15 @@ def identity_statuses(
                 None if identity is None else identity.layout.block_bytes(tokens[digest]),
                 flash[digest],
                 hits[digest],
+                {} if verdict is None else in_use(verdict),
             )
         )
     return tuple(found)
+
+
+def _measured(identity: Identity) -> bytes:
+    """Whose verdict counts for an identity under whatever codec."""
+    return msgspec.structs.replace(identity, codec="lossless").digest()
 
 
 def pin_statuses(pins: Iterable[Pin]) -> tuple[PinStatus, ...]:

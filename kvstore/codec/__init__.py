@@ -8,8 +8,8 @@
 (KL(full || reuse) of the next token, over 16 tokens; `bench.codecs` measures it.) The last three are one codec, see
 `grid`, with other numbers.
 
-What a lossy codec gives back is not what was put, so it is never taken for exact (DESIGN section 5, rule 2). The wall
-is the one that already keeps KV of two models apart, the identity, of which the codec is a part:
+What a lossy codec gives back is not what was put, so it is never taken for exact. The wall is the one that already
+keeps KV of two models apart, the identity, of which the codec is a part:
 
 - Under an identity with `codec="lossless"`, records are exact, and a lossy one there is a bad record. That is where the
   policy `exact` looks, and everyone else too, until a verdict says more.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -26,12 +27,15 @@ from .prompt import given, optional, text_of, tokenizer_of
 from .target import Target
 
 if TYPE_CHECKING:
+    from kvstore.admin.status import IdentityStatus
     from kvstore.admin.tree import Node
     from kvstore.pipeline.tokenizer import Tokenizer
+    from kvstore.quality.reuse import Measurement
+    from kvstore.sent_costs import SentCosts
 
 
 def status(dir: Dir = None, socket: Socket = None, config: ConfigFile = None, json: Json = False) -> None:
-    """Tiers with their budgets, identities with what they hold, pins, and why things were refused."""
+    """Tiers and budgets, identities, what they hold and do with moved runs, pins, and why things were refused."""
     with Target(dir, socket, config).reading() as target:
         found = target.status()
     if json:
@@ -73,6 +77,9 @@ def status(dir: Dir = None, socket: Socket = None, config: ConfigFile = None, js
         ),
         right=("blocks", "tokens", "KV", "on flash", "hits"),
     )
+    for each in found.identities:
+        for policy, does in _policies(each):
+            output.line(f"moved runs of {each.identity[:12]}{policy}: {does}")
     for pin in found.pins:
         output.line(f"pinned: {pin.tokens} tokens of {pin.identity[:12]}")
     if found.quarantined:
@@ -85,6 +92,25 @@ def status(dir: Dir = None, socket: Socket = None, config: ConfigFile = None, js
         for reason, count in sorted(counts.items(), key=lambda pair: -pair[1]):
             if count:
                 output.line(f"{what}: {count} × {reason}")
+
+
+def _policies(identity: IdentityStatus) -> Iterator[tuple[str, str]]:
+    """Policies, and what each does."""
+    from kvstore.quality.reuse import NOT_MEASURED
+
+    if not identity.policies:
+        yield "", _does(None, NOT_MEASURED.why_none("careful"), None)
+    for policy, use in identity.policies.items():
+        yield f", {policy}", _does(use.repair, use.reason, use.measured)
+
+
+def _does(repair: str | None, refused: str | None, measured: Measurement | None) -> str:
+    """What a policy does with moved runs, by which figures, or why nothing."""
+    from kvstore.quality.reuse import figures
+
+    if repair is None:
+        return f"not used: {refused}"
+    return repair if measured is None else f"{repair} ({figures(measured)})"
 
 
 def quota(dir: Dir = None, socket: Socket = None, config: ConfigFile = None, json: Json = False) -> None:
@@ -324,6 +350,8 @@ def explain(
         f"{found.tokens} tokens under {found.identity[:12]}, policy {told.policy}: {told.prefix} as prefix, "
         f"{told.moved} moved, {told.recomputed} recomputed, {told.computed} computed"
     )
+    figures = told.verdict.measured(told.policy)
+    output.line(f"moved runs: {_does(told.repair, told.refused, figures)}")
     output.line(
         f"cost: {output.size(cost.memory_bytes)} from memory, {output.size(cost.flash_bytes)} from flash"
         f"{_time(cost.flash_seconds)}, {cost.computed} tokens through the model{_time(cost.compute_seconds)}"
@@ -333,19 +361,20 @@ def explain(
 
 
 class _Calls(NamedTuple):
-    """What an engine's graph calls cost: the identity of its KV, seconds by size, layer groups."""
+    """What an engine's graph calls cost, its layer groups, and the identity of its KV."""
 
     identity: str | None
-    costs: dict[int, float] | None
+    costs: SentCosts | None
     layer_groups: int
 
 
 def _measured(model: Path, tokens: int) -> _Calls:
     from kvstore.language_model import LanguageModel
+    from kvstore.sent_costs import SentCosts
 
     opened = LanguageModel(model)
     kv = opened.engine.allocate(tokens + 1)
-    costs = dict(opened.engine.costs(kv.slots).seconds)
+    costs = SentCosts.of(opened.engine.costs(kv.slots))
     opened.engine.recycle(kv)
     return _Calls(opened.identity.digest().hex(), costs, len(opened.engine.layer_groups))
 

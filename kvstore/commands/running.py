@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,6 +20,8 @@ from .target import Target
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+    from kvstore.pipeline.engine import StaticGraphEngine
 
 
 def demo(
@@ -132,10 +135,10 @@ def calibrate(
     own = _own_prompts(prompts, opened.tokenizer.encode) if prompts else ()
     profile = target.profile_for_directory()
     with open_store(target.config.directory, identity=opened.identity, profile=profile) as store:
-        opened.engine.warm_up(1024)
+        _measure(opened.engine, _progress("graph calls", quiet=json))
         try:
             verdict = calibration.calibrate(
-                opened, store, whole, own=own, trials=trials, progress=_progress(quiet=json)
+                opened, store, whole, own=own, trials=trials, progress=_progress("repairs", quiet=json)
             )
         except ValueError as error:
             raise InvalidRequestError(f"{error}; give more or longer --text") from error
@@ -147,6 +150,47 @@ def calibrate(
     for reason in verdict.reasons:
         output.line(f"because {reason}")
     output.line(f"codecs with loss that it bears: {', '.join(verdict.codecs) or 'none'}")
+    for fact in _about_calls(opened.engine):
+        output.line(fact)
+
+
+def _measure(engine: StaticGraphEngine, progress: Callable[[float], None]) -> None:
+    """Costs of graph calls over each context that a prompt of this model may need; they are kept for later runs."""
+    before = (0, *engine.contexts)
+    contexts = [slots for last, slots in pairwise(before) if last < engine.config.context_length]
+    for number, slots in enumerate(contexts, start=1):
+        engine.costs(slots)
+        progress(number / len(contexts))
+
+
+def _about_calls(engine: StaticGraphEngine) -> Iterator[str]:
+    """How well the sizes of the engine's graphs fitted what it computed so far, and which would fit it best."""
+    from kvstore.pipeline.schedule import CallCosts, interpolate, suggest_sizes
+
+    done = engine.statistics
+    if not done.lengths:
+        return
+    yield (
+        f"graph calls: {done.padding / (done.tokens + done.padding):.1%} padding, "
+        f"{done.planned_seconds / done.bound_seconds - 1:.1%} above what no calls of these sizes can beat"
+    )
+    slots = next((slots for slots in engine.contexts if slots > max(done.lengths)), engine.contexts[-1])
+    # Graphs of one token are for decoding, whatever the prompts.
+    seconds = {size: each for size, each in engine.costs(slots).seconds.items() if size > 1}
+    if not seconds:
+        return
+    step = max(1, max(seconds) // 16)
+    others = {size: interpolate(seconds, size) for size in range(step, max(seconds), step) if size > 1}
+    suggested = suggest_sizes(done.lengths, among := others | seconds, len(seconds))
+
+    def taken(sizes: Iterable[int]) -> float:
+        costs = CallCosts({size: among[size] for size in sizes})
+        return sum(times * costs.cover(tokens).seconds for tokens, times in done.lengths.items())
+
+    yield (
+        f"of graphs of {', '.join(map(str, suggested))} tokens, the best for these prompts, calls would take "
+        f"{taken(suggested) / taken(seconds):.1%} of the time of {', '.join(map(str, seconds))}"
+    )
 
 
 def _own_prompts(path: Path, encode: Callable[..., NDArray[np.int32]]) -> list[NDArray[np.int32]]:
@@ -193,9 +237,9 @@ def _documentation() -> str:
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 
-def _progress(*, quiet: bool) -> Callable[[float], None]:
+def _progress(what: str, *, quiet: bool) -> Callable[[float], None]:
     def say(done: float) -> None:
         if not quiet and sys.stderr.isatty():
-            print(f"\r{done:4.0%}", end="" if done < 1 else "\n", file=sys.stderr, flush=True)
+            print(f"\r{what} {done:4.0%}", end="" if done < 1 else "\n", file=sys.stderr, flush=True)
 
     return say

@@ -12,7 +12,6 @@ from kvstore.flash.encryption import Key
 from kvstore.identity import Identity
 from kvstore.match import Match
 from kvstore.open_directory import OpenDirectory
-from kvstore.pipeline.schedule import CallCosts
 from kvstore.quality.reuse import Verdict
 from kvstore.store import KVStore
 
@@ -144,10 +143,7 @@ class OtherRequests:
 
     def _explain(self, client: Connection, request: wire.Explain) -> Later:
         store, tokens = view_of(client, request.view), tokens_of(request.tokens)
-        try:
-            costs = None if request.costs is None else CallCosts(request.costs)
-        except ValueError as error:
-            raise InvalidRequestError(str(error)) from error
+        costs = None if request.costs is None else request.costs.calls()
         store.shift_refused = request.shift_refused  # this connection's own view
 
         def work() -> msgspec.Struct:

@@ -40,6 +40,7 @@ from kvstore.put import PutResult
 from kvstore.put_later import LaterPuts
 from kvstore.quality.reuse import NOT_MEASURED, Policy, Verdict
 from kvstore.semantics import Neighbour, TextOfTokens
+from kvstore.sent_costs import SentCosts
 from kvstore.store import KVStore, check_spans, check_start, checked_tokens
 from kvstore.watch.snapshot import Snapshot
 from kvstore.watch.stats import Stats
@@ -442,7 +443,7 @@ class RemoteStore:
         layer_groups: int = 1,
     ) -> Explanation:
         ids = checked_tokens(tokens)
-        seconds = None if costs is None else dict(costs.seconds)
+        sent = None if costs is None else SentCosts.of(costs)
 
         def work(channel: Channel, view: View) -> Explanation:
             return _answered(
@@ -453,7 +454,7 @@ class RemoteStore:
                     _raw(ids),
                     policy,
                     list(boundaries),
-                    seconds,
+                    sent,
                     layer_groups,
                     self.shift_refused,
                 ),

@@ -16,7 +16,9 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-PROTOCOL = 3
+from kvstore.sent_costs import SentCosts
+
+PROTOCOL = 4
 MAX_FRAME = 4 << 20
 """Bytes of the longest message: 1,000,000 tokens."""
 
@@ -297,13 +299,13 @@ class KeepVerdict(Request, frozen=True, tag=27):
 
 
 class Explain(Request, frozen=True, tag=28):
-    """As `KVStore.explain`; costs: seconds of a graph call by its size. Answered by `Answer`: `Explanation`."""
+    """As `KVStore.explain`. Answered by `Answer`: `Explanation`."""
 
     view: Count
     tokens: Tokens
     policy: Literal["exact", "careful", "fast"]
     boundaries: list[Count]
-    costs: dict[int, float] | None
+    costs: SentCosts | None
     layer_groups: Annotated[int, msgspec.Meta(ge=1, le=4096)]
     shift_refused: str | None
 

@@ -217,7 +217,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         return self.layers[layer].kv_heads, tokens, self.layers[layer].value_dim
 
     def groups(self, count: int) -> tuple[range, ...]:
-        """Cut the layers into `count` contiguous groups of near equal bytes, the first ones of half as many.
+        """Cut the layers into `count` contiguous groups of near equal bytes, the first ones each half as large.
 
         Each has KV in it. Each cut lies at the layer boundary nearest to its share of the bytes, which
         `pipeline.layer_groups` says. Where fewer than `count` layers

@@ -40,7 +40,7 @@ from kvstore.pipeline.recompute import (
     WhenSure,
     first_of,
 )
-from kvstore.pipeline.self_test import why_not_shift
+from kvstore.pipeline.self_test import why_engine_does_not_shift
 
 from ..api import Store
 from ..codec import Codec
@@ -102,12 +102,14 @@ class _Bare(NamedTuple):
 class Result(NamedTuple):
     """What one repair did to one answer. `found`: whether the fact is still in it; None where none is asked for.
 
-    `recomputed`: share of the moved tokens computed again.
+    `recomputed`: share of the moved tokens computed again. `in_vain`: what was computed before a second look had all
+    computed once more, as a share of the moved tokens, too.
     """
 
     close: Fidelity
     found: bool | None
     recomputed: float
+    in_vain: float = 0.0
 
 
 def calibrate(
@@ -128,7 +130,7 @@ def calibrate(
     something moved, they decide how close answers stay. `store` holds this model's identity; what is captured for the
     trials does not get into it. progress: share done. Raises ValueError when `text` is too short for passages.
     """
-    refused = why_not_shift(model.engine, [layer.rope for layer in store.layout.layers])
+    refused = why_engine_does_not_shift(model.engine, [layer.rope for layer in store.layout.layers])
     if refused is not None:
         store.keep_verdict(verdict := Verdict(None, None, reasons=(refused,)))
         return verdict
@@ -234,7 +236,7 @@ def attempt(
             for repair in done.sure:
                 results[repair] = Result(done.close, found, done.share or 0.0)
             for repair in done.unsure:
-                results[repair] = Result(unchanged(full), None if found is None else True, 1.0)
+                results[repair] = Result(unchanged(full), None if found is None else True, 1.0, done.computed)
     return results
 
 
@@ -242,7 +244,8 @@ class _Reused(NamedTuple):
     """One prefill over moved tokens, and which repairs it says something of: those that keep it, and those that take a
     second look and compute all after all.
 
-    share: of the moved tokens, what was computed again; None where none moved.
+    share: of the moved tokens, what was computed again; None where none moved. computed: all that was, as a share of
+    the moved tokens.
     """
 
     sure: list[AnyRepair]
@@ -250,6 +253,7 @@ class _Reused(NamedTuple):
     kv: KvAllocation
     close: Fidelity
     share: float | None
+    computed: float
 
 
 def _reuse(
@@ -272,7 +276,9 @@ def _reuse(
                 doubts = covered and isinstance(repair, WhenSure) and not repair.is_sure(done.logits)
                 (unsure if doubts else sure).append(repair)
         close = fidelity(engine, kv, done.logits, len(prompt), full)
-        yield _Reused(sure, unsure, kv, close, done.recomputed / covered if covered else None)
+        share = done.recomputed / covered if covered else None
+        computed = (done.recomputed + done.computed) / max(1, covered)
+        yield _Reused(sure, unsure, kv, close, share, computed)
         engine.recycle(kv)
 
 
@@ -309,6 +315,7 @@ def measurement(repair: AnyRepair, results: Sequence[Result], own: Sequence[Fide
         recall=float(np.mean(found)) if found else 0.0,
         recall_prompts=len(found),
         recomputed=float(np.mean([result.recomputed for result in results])),
+        in_vain=float(np.mean([result.in_vain for result in results])),
     )
 
 

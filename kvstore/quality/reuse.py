@@ -38,7 +38,8 @@ class Measurement(msgspec.Struct, frozen=True):
     kl_first, kl_mean: KL(full || reuse) in nats at the first token, and over 16 teacher-forced ones.
     first_agrees, all_agree: share of first tokens, and of the 16, that stay the most likely one.
     recall: of the facts that full prefill finds, the share still found; recall_prompts says of how many.
-    recomputed: share of the moved tokens computed again.
+    recomputed: share of the moved tokens computed again. in_vain: what was computed before second looks had all
+    computed once more, as a share of the moved tokens, too.
     """
 
     repair: AnyRepair
@@ -50,6 +51,7 @@ class Measurement(msgspec.Struct, frozen=True):
     recall: float
     recall_prompts: int
     recomputed: float
+    in_vain: float = 0.0
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -74,9 +76,7 @@ class Verdict(msgspec.Struct, frozen=True):
             return "policy exact uses prefixes only"
         if self.repair(policy) is not None:
             return None
-        others = {"careful": "fast:", "fast": "careful:"}[policy]
-        reasons = "; ".join(reason for reason in self.reasons if not reason.startswith(others))
-        return reasons or f"the verdict names no repair for policy {policy}"
+        return "; ".join(self.reasons) or f"the verdict names no repair for policy {policy}"
 
     def measured(self, policy: Policy) -> Measurement | None:
         """The figures on which `policy` stands; None where there are none."""
@@ -102,7 +102,17 @@ def named(repair: AnyRepair) -> str:
         case Everything():
             return "every token"
         case WhenSure(first, margin):
-            return f"{named(first)}; every token where the answer leads by less than {margin:g} nats"
+            return f"{named(first)}; all from the first run on where the answer leads by less than {margin:g} nats"
+
+
+def figures(measured: Measurement) -> str:
+    """What a repair came to, in words."""
+    facts = measured.recall_prompts
+    recall = f"recall {measured.recall:.0%} of {facts} facts" if facts else "recall not measured"
+    return (
+        f"mean KL {measured.kl_mean:.3f}, first tokens equal in {measured.first_agrees:.0%} of "
+        f"{measured.prompts} prompts, {recall}"
+    )
 
 
 NOT_MEASURED = Verdict(None, None, reasons=("this identity was never measured; run `kvstore calibrate`",))
@@ -118,7 +128,7 @@ deviation of all tokens 5 %."""
 
 
 def _cost(measured: Measurement) -> float:
-    return measured.recomputed + (0.0 if measured.repair.evidence is None else _EVIDENCE)
+    return measured.recomputed + measured.in_vain + (0.0 if measured.repair.evidence is None else _EVIDENCE)
 
 
 def within_chance(misses: int, prompts: int) -> bool:

@@ -9,6 +9,7 @@ any repair, of four similar ones 12 of 22.
                   the fact stands at that place of its passage
     reference     one passage names a place, another tells the fact about that place
     edited        the passage was captured with another number in place of the fact, as before an edit
+    twins         another passage is the same but for its place and its number
     open          no fact: about something in the text, or how a sentence of it goes on
 
 Before, the passages were captured in a context:
@@ -16,6 +17,7 @@ Before, the passages were captured in a context:
     alone         with nothing before them
     system        each right behind the system prompt
     traffic       as prompts of the same kind come by: two of them at a time, among other passages in random order
+    filler        each behind the system prompt and the same other passages, as `capture` does in idle time
 """
 
 from __future__ import annotations
@@ -27,10 +29,12 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from ..capture import beginning, filler, head
 from ..language_model import LanguageModel
+from ..profile import CPU
 
-Task = Literal["start", "middle", "end", "reference", "edited", "open"]
-Context = Literal["alone", "system", "traffic"]
+Task = Literal["start", "middle", "end", "reference", "edited", "twins", "open"]
+Context = Literal["alone", "system", "traffic", "filler"]
 TASKS: tuple[Task, ...] = get_args(Task)
 CONTEXTS: tuple[Context, ...] = get_args(Context)
 
@@ -58,7 +62,8 @@ def trials(
 ) -> Iterator[Trial]:
     """`count` prompts of about `tokens` tokens, every other one an open question, the other tasks in turns.
 
-    Raises ValueError when `text` is too short: eight passages of a quarter of `tokens` are needed.
+    Raises ValueError when `text` is too short: eight passages of a quarter of `tokens` are needed, from 700 on ten of a
+    fifth.
     """
     random = np.random.default_rng(seed)
     shown = 4 if tokens < 700 else 5
@@ -112,6 +117,10 @@ class _Maker:
                 self._tell_all()
                 old = [piece.replace(self._codes[0], self._codes[-1]) for piece in self._shown[0]]
                 before = [old, *self._shown[1:]]
+            case "twins":
+                fact, question = self._codes[0], self._ask(f"the {self._places[0]} gate")
+                self._tell_all()
+                self._shown[1] = [piece.replace(self._told(0), self._told(1)) for piece in self._shown[0]]
         told = ["".join(pieces).strip() for pieces in self._shown]
         order = self._random.permutation(len(told))
         prompt = self._prompt([told[at] for at in order], question)
@@ -120,6 +129,7 @@ class _Maker:
 
     def _captures(self, passages: Sequence[str]) -> dict[Context, tuple[Tokens, ...]]:
         encode, aside = self._model.tokenizer.encode, "What is this about?"
+        before = beginning(head(self._model, SYSTEM), filler(self._model, self._others), CPU.block_tokens)
         among = []
         for first in range(0, len(passages), 2):
             mixed = [*passages[first : first + 2], *self._random.choice(self._others, 2, replace=False)]
@@ -129,6 +139,7 @@ class _Maker:
             "alone": tuple(encode(passage + "\n\n") for passage in passages),
             "system": tuple(self._prompt([passage], aside) for passage in passages),
             "traffic": tuple(among),
+            "filler": tuple(np.concatenate([before, encode(passage)]) for passage in passages),
         }
 
     def _prompt(self, passages: Sequence[str], question: str) -> Tokens:
@@ -136,9 +147,11 @@ class _Maker:
 
     def _tell_all(self, where: int | None = None) -> None:
         """A similar fact in each passage; that of the first one at `where`, see `_put`."""
-        for at, (place, code) in enumerate(zip(self._places, self._codes[:-1], strict=True)):
-            told = f"The code of the {place} gate is {code}. "
-            self._put(at, told, self._anywhere() if at or where is None else where)
+        for at in range(len(self._shown)):
+            self._put(at, self._told(at), self._anywhere() if at or where is None else where)
+
+    def _told(self, at: int) -> str:
+        return f"The code of the {self._places[at]} gate is {self._codes[at]}. "
 
     def _anywhere(self) -> int:
         return int(self._random.integers(3))

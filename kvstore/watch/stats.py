@@ -50,7 +50,7 @@ class Stats(msgspec.Struct, frozen=True):
     `waiting` blocks are being written to flash; `unwritten` ones lie in memory only, until that needs the room, or
     `flush` or `close` write them. `refusals` count what was not stored, `misses` what was held but not
     usable, `bad_records` what opening found damaged, each by reason. `index` says how the flash index was opened.
-    `verdicts`: of each identity that was measured, by its digest.
+    `verdicts`: on identities that were measured, by their digests; a store tells that on its own alone.
     `semantics`: of one identity, the embedder and the blocks it indexed, that wait, and were refused, by reason.
     """
 
@@ -104,11 +104,12 @@ def collect(
         semantics=namespace.semantics.stats()
         if namespace is not None and namespace.semantics is not None
         else None,
-        verdicts={digest.hex(): _in_use(verdict) for digest, verdict in verdicts.items()},
+        verdicts={digest.hex(): in_use(verdict) for digest, verdict in verdicts.items()},
     )
 
 
-def _in_use(verdict: Verdict) -> dict[Policy, PolicyInUse]:
+def in_use(verdict: Verdict) -> dict[Policy, PolicyInUse]:
+    """What a verdict makes of each policy that may move anything."""
     policies: tuple[Policy, ...] = ("careful", "fast")
     return {
         policy: PolicyInUse(

@@ -22,6 +22,10 @@ from kvstore.admin.tree import Node
 from kvstore.block import block_key
 from kvstore.errors import BudgetError, InvalidRequestError
 from kvstore.identity import Adapter
+from kvstore.pipeline.recompute import FirstTokens
+from kvstore.pipeline.schedule import CallCosts, Windows
+from kvstore.quality.reuse import Measurement, Verdict
+from kvstore.sent_costs import SentCosts
 from kvstore.store import KVStore, open_store
 from tests.known_kv import LAYOUT, identity, known_kv, load, prompt, put, small_profile
 
@@ -77,6 +81,34 @@ def test_status_adds_up(held: Held) -> None:
     assert len(tenants) == 2
     assert [each.adapters for each in status.identities if each.adapters] == [(ADAPTER,)]
     assert all(each.kv_bytes == LAYOUT.block_bytes(each.tokens) for each in status.identities)
+
+
+def test_status_tells_what_policies_do_with_moved_runs(store: KVStore) -> None:
+    measured = Measurement(FirstTokens(4), 64, 0.01, 0.02, 0.98, 0.95, 0.5, 40, 0.1)
+    store.keep_verdict(Verdict(FirstTokens(4), None, (measured,), ("careful: facts get lost",)))
+    store.view(msgspec.structs.replace(identity(), codec="int8"))
+    assert store.path is not None
+    for held in (administration(store), BareDirectory(store.path)):
+        found = {each.identity: each.policies for each in held.status().identities}
+        for owner in (identity(), msgspec.structs.replace(identity(), codec="int8")):
+            policies = found.pop(owner.digest().hex())
+            assert (policies["fast"].repair, policies["fast"].measured) == (
+                "first 4 tokens of each run",
+                measured,
+            )
+            assert (policies["careful"].repair, policies["careful"].reason) == (
+                None,
+                "careful: facts get lost",
+            )
+        assert list(found.values()) == [{}, {}]
+
+
+def test_explain_reckons_with_windows(held: Held) -> None:
+    costs = CallCosts({16: 1.0}, Windows({32: 0.25, 64: 1.0}, least=16))
+    asked = held.explain(prompt(99, 48).tolist(), identity=ours(held), costs=SentCosts.of(costs))
+    assert asked.cost.compute_seconds == 1.5
+    given = msgspec.to_builtins(SentCosts.of(costs))
+    assert held.explain(prompt(99, 48).tolist(), identity=ours(held), costs=given).cost == asked.cost
 
 
 @pytest.mark.parametrize("order", ["key", "recent", "hits", "size"])

@@ -44,7 +44,7 @@ def asked(bench: Bench) -> list[Answered]:
         (Everything(), "every token", "B2 recall of careful, of 3"),
         (
             WhenSure(Nothing(), 1e9),
-            "no repair; every token where the answer leads by less than 1e+09 nats",
+            "no repair; all from the first run on where the answer leads by less than 1e+09 nats",
             "B2 recall of careful, of 3",
         ),
     ],

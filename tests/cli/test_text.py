@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from kvstore.language_model import LanguageModel
+from kvstore.pipeline.schedule import CallCosts, Windows
 from kvstore.pipeline.tokenizer import Tokenizer
 from kvstore.session import Session
 from kvstore.store import open_store
@@ -90,6 +92,28 @@ def test_with_measured_costs_explain_says_what_a_request_then_does(
     assert told["prefix"] == done.hot + done.warm + done.cold > 0
     assert told["computed"] == done.computed
     assert sum(span["length"] for span in told["spans"]) == done.prompt_tokens
+
+
+def test_measured_costs_are_those_of_narrow_windows_too(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each call was charged as one over all slots."""
+    monkeypatch.setenv("KVSTORE_CACHE_DIR", str(tmp_path / "cache"))
+    opened = LanguageModel(model)
+    measured = opened.engine.costs(1024)
+    costs = CallCosts(measured.seconds, Windows({512: 0.5, 1024: 1.0}))  # told apart from noise
+    (table,) = (tmp_path / "cache").rglob("costs-*.json")
+    table.write_text(
+        json.dumps({1024: {"seconds": costs.seconds, "windows": {"shares": {512: 0.5, 1024: 1.0}}}})
+    )
+    with open_store(tmp_path / "kv", identity=opened.identity, profile=small_profile(warm_bytes=8 << 20)):
+        pass  # nothing held
+    (tmp_path / "tokens.json").write_text(json.dumps(list(range(100)) * 6))
+    found = run(
+        *("explain", "--tokens", str(tmp_path / "tokens.json"), "--measured", "--model", str(model)),
+        *("--dir", str(tmp_path / "kv")),
+    )
+    assert found["cost"]["compute_seconds"] == pytest.approx(costs.cover_at(np.arange(600)).seconds)
 
 
 def test_calibrate_leaves_a_verdict(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from kvstore.daemon import wire
 from kvstore.errors import DaemonError
+from kvstore.sent_costs import SentCosts
 from tests.known_kv import identity, load, prompt, put
 
 from .raw_client import RawClient, raw_client
@@ -52,7 +53,7 @@ def test_a_client_of_another_version_is_told_by_its_own_library(  # type: ignore
     from kvstore.daemon.client import Channel
 
     monkeypatch.setattr(wire, "PROTOCOL", 41)
-    with pytest.raises(DaemonError, match=r"protocol 41 is not spoken.*it speaks \[3\], this client 41"):
+    with pytest.raises(DaemonError, match=r"protocol 41 is not spoken.*it speaks \[4\], this client 41"):
         Channel(running.socket, "test")
 
 
@@ -113,7 +114,8 @@ def test_requests_that_make_no_sense_are_refused_each_by_itself(running) -> None
             wire.PutInexact(3, view, tokens, 60, 0),
             wire.Open(3, b"no identity"),
             wire.KeepVerdict(3, view, b"\xc1"),
-            wire.Explain(3, view, tokens, "exact", [], {0: -1.0}, 1, None),
+            wire.Explain(3, view, tokens, "exact", [], SentCosts({0: -1.0}), 1, None),
+            wire.Explain(3, view, tokens, "exact", [], SentCosts({16: 1.0}, {32: 0.9, 64: 0.5}), 1, None),
             wire.Invalidate(3, view, None, None, None, False),
             wire.Admin(3, "__init__", b"\x80"),
             wire.Admin(3, "close", b"\x80"),

@@ -22,6 +22,8 @@ from kvstore.admin.remote import connected as administered
 from kvstore.daemon import wire
 from kvstore.daemon.remote_store import RemoteStore, connect
 from kvstore.open_directory import OpenDirectory
+from kvstore.pipeline.recompute import FirstTokens
+from kvstore.quality.reuse import Verdict
 from kvstore.store import KVStore
 from kvstore.tiers.memory import MemoryTier
 from tests.faults.child import Child
@@ -147,6 +149,18 @@ def test_look_ups_tell_nothing_of_another_tenant(tmp_path: Path) -> None:
             )
         assert seen[0] == seen[1]
         assert seen[0][0].length == 0
+
+
+def test_statistics_tell_no_verdict_of_another_tenant(tmp_path: Path) -> None:
+    """Those of all tenants came, with the digests of their identities."""
+    with daemon(tmp_path / "kv") as running, tenant(running, b"one") as one, tenant(running, b"two") as two:
+        one.keep_verdict(Verdict(FirstTokens(4), None, reasons=("careful: only one knows",)))
+        assert two.stats().verdicts == {}
+        two.keep_verdict(Verdict(FirstTokens(8), FirstTokens(8)))
+        for store, repair in ((one, "first 4 tokens of each run"), (two, "first 8 tokens of each run")):
+            ((digest, policies),) = store.stats().verdicts.items()
+            assert digest == store.identity.digest().hex()
+            assert policies["fast"].repair == repair
 
 
 # -- accounting -------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.daemon import wire
+from kvstore.sent_costs import SentCosts
 
 _KEY = bytes(range(32))
 
@@ -33,7 +34,7 @@ MESSAGES: list[msgspec.Struct] = [
     wire.GetStats(16, 1),
     wire.GetVerdict(17, 1),
     wire.KeepVerdict(18, 1, b""),
-    wire.Explain(19, 1, b"\1\0\0\0", "exact", [], {32: 0.5}, 1, None),
+    wire.Explain(19, 1, b"\1\0\0\0", "exact", [], SentCosts({32: 0.5}, {64: 0.5, 128: 1.0}), 1, None),
     wire.Neighbours(20, 1, "text", b"", 3),
     wire.Check(21),
     wire.Hint(22, 1, None, "text", None),

@@ -1,7 +1,8 @@
 """The reasons that the code gives for reusing or keeping less than it could, read from its source.
 
 Found are: keys that `misses`, `refusals` and `bad` are counted under, what is passed to what counts them, what
-functions return as a reason, and the reasons of restrictions. Parts that are filled in at run time become …
+functions return as a reason, alone or in a list, and the reasons of restrictions. Parts that are filled in at run time
+become …
 """
 
 from __future__ import annotations
@@ -104,10 +105,14 @@ class _Module:
 
     def _answers(self, function: ast.FunctionDef) -> Iterator[str]:
         for node in ast.walk(function):
-            if isinstance(node, ast.Return) and node.value is not None:
-                parts = node.value.elts if isinstance(node.value, ast.Tuple) else [node.value]
-                for part in parts:
-                    yield from self._texts(part)
+            match node:
+                case ast.Return(value=ast.Tuple(elts=parts) | ast.List(elts=parts)):
+                    for part in parts:
+                        yield from self._texts(part)
+                case ast.Return(value=ast.expr() as value):
+                    yield from self._texts(value)
+                case ast.Call(func=ast.Attribute(value=ast.Name(id="found"), attr="append"), args=[value]):
+                    yield from self._texts(value)
 
     def _texts(self, node: ast.expr) -> Iterator[str]:
         """The texts that an expression can be; none for what is no text of its own."""

@@ -33,3 +33,5 @@ def test_reasons_are_found_where_they_are_given() -> None:
     assert found["exactness"] == "kvstore/tiers/block_record.py"
     assert "diverges at …: token … here, … in the held block" in found
     assert "bad record: …" in found
+    assert found["embedder failed"] == found["text not made"] == "index/semantic.py"
+    assert "text without content" in found

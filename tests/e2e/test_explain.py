@@ -136,7 +136,7 @@ def test_each_span_says_where_from_by_how_much_and_why(
     prompt = joined(system, part(21, 9), one, part(22, 21))
     explained = store.explain(prompt, "fast")
     check_spans(explained, prompt, store)
-    assert explained.repair == "first 4 tokens of each run"
+    assert (explained.repair, explained.refused) == ("first 4 tokens of each run", None)
     kinds = [(span.kind, span.shift) for span in explained.spans]
     assert kinds[0] == ("prefix", 0)
     assert ("recomputed", 9 - 45) in kinds
@@ -155,7 +155,7 @@ def test_each_span_says_where_from_by_how_much_and_why(
     [
         ("exact", Verdict(FirstTokens(4), FirstTokens(4)), "policy exact uses prefixes only"),
         ("careful", None, "never measured"),
-        ("careful", Verdict(FirstTokens(4), None, reasons=("fast: x", "careful: y")), "careful: y"),
+        ("careful", Verdict(FirstTokens(4), None, reasons=("careful: y",)), "careful: y"),
     ],
 )
 def test_a_policy_without_a_repair_says_why(
@@ -167,8 +167,8 @@ def test_a_policy_without_a_repair_says_why(
     explained = store.explain(joined(part(20, 9), part(3), part(21, 5)), policy)
     (said,) = [why for start, length, why in reasons(explained) if (start, length) == (9, 70)]
     assert reason in said
-    assert "fast: x" not in said
     assert (explained.moved, explained.computed, explained.repair) == (0, 84, None)
+    assert explained.refused == said
 
 
 def test_a_refused_shift_says_why(engine: StaticGraphEngine, store: kvstore.KVStore) -> None:
@@ -177,6 +177,7 @@ def test_a_refused_shift_says_why(engine: StaticGraphEngine, store: kvstore.KVSt
     Session(engine, store, "exact").generate(joined(part(1), part(3)), 1)
     explained = store.explain(joined(part(20, 9), part(3), part(21, 5)))
     assert (9, 70, "shift refused: layer 0: keys differ") in reasons(explained)
+    assert (explained.repair, explained.refused) == (None, "shift refused: layer 0: keys differ")
 
 
 def test_a_run_that_is_too_short_and_the_last_token(

@@ -240,6 +240,19 @@ def test_a_wrong_geometry_turns_moving_off(engine: StaticGraphEngine) -> None:
         assert "layer 0" in (store.shift_refused or "")
 
 
+def test_a_session_opens_over_any_context_and_is_repaired_there(tmp_path: Path) -> None:
+    """The faults this excludes: a self-test that needed 133 slots, and a question longer than the graphs over them."""
+    write_tiny_gguf(tmp_path / "tiny.gguf", layers=6)
+    short = StaticGraphEngine(tmp_path / "tiny.gguf", cache=tmp_path, sizes=(1, 256), contexts=(128,))
+    chunk = some(short, 2, 60)
+    with opened(None, short, Verdict(fast=Attended(0.1), careful=None)) as store:
+        Session(short, store, "exact").generate(np.concatenate([some(short, 1, 20), chunk]), 1)
+        prompt = np.concatenate([some(short, 3, 9), chunk, some(short, 4, 30)])
+        done = Session(short, store, "fast").generate(prompt, 1)
+        assert store.shift_refused is None
+        assert (done.moved, done.recomputed, done.computed) == (54, 6, 39)
+
+
 def test_moved_runs_are_left_alone_where_repairing_them_does_not_pay(engine: StaticGraphEngine) -> None:
     """One more graph call for the probe, none fewer for the prompt: slower than prefix reuse alone."""
     chunk = some(engine, 12, 33)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import random
 import tracemalloc
 from collections.abc import Iterator
 from functools import cache
@@ -12,22 +14,29 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.index.chunks import ChunkTable, Run, Source
+from kvstore.index.chunks import AT_START, ChunkTable, Held, Run, Source
 from kvstore.index.errors import BlockRefused, TokenError, UnknownBlock
 
 Ids = tuple[int, ...]
 
 
 class Oracle:
-    """Blocks with their tokens and parents."""
+    """Blocks with their tokens, parents, and positions in the prompts that they were captured from."""
 
     def __init__(self, block_tokens: int) -> None:
         self.block_tokens = block_tokens
         self.tokens: dict[int, Ids] = {}
         self.parent: dict[int, int | None] = {}
+        self.start: dict[int, int] = {}
+
+    def held(self) -> list[Held]:
+        return [
+            Held(block, np.array(tokens, np.int32), self.parent[block], self.start[block])
+            for block, tokens in self.tokens.items()
+        ]
 
     def remove(self, block: int) -> None:
-        del self.tokens[block], self.parent[block]
+        del self.tokens[block], self.parent[block], self.start[block]
         for other, parent in self.parent.items():
             if parent == block:
                 self.parent[other] = None
@@ -65,19 +74,36 @@ class Oracle:
             for blocks in behind(prompt, block, offset)
         }
 
-    def best(self, prompt: Ids, shortest: int) -> tuple[int, int]:
-        """(tokens, -pieces) of the best cover."""
-        longest = [
+    def is_alone(self, prompt: Ids, at: int, block: int, offset: int) -> bool:
+        """Whether what stands alike around prompt[at] and token `offset` of `block` was captured from the start on."""
+        while at:
+            above = self.parent[block]
+            if offset == 0 and above is None:
+                break
+            block, offset = (block, offset - 1) if offset or above is None else (above, self.block_tokens - 1)
+            at -= 1
+            if self.tokens[block][offset] != prompt[at]:
+                return self.start[block] + offset + 1 < AT_START
+        return self.start[block] + offset < AT_START
+
+    def longest(self, prompt: Ids, *, alone: bool) -> list[int]:
+        """How many tokens from each on one copy holds, of those from the start of a prompt or of the others."""
+        return [
             max(
                 (
-                    self.reach(prompt[at:], block, o)
+                    self.reach(prompt[at:], block, offset)
                     for block in self.tokens
-                    for o in range(len(self.tokens[block]))
+                    for offset in range(len(self.tokens[block]))
+                    if self.is_alone(prompt, at, block, offset) == alone
                 ),
                 default=0,
             )
             for at in range(len(prompt))
         ]
+
+    @staticmethod
+    def best(longest: list[int], shortest: int) -> tuple[int, int]:
+        """(tokens, -pieces) of the best cover."""
 
         @cache
         def up_to(end: int) -> tuple[int, int]:
@@ -90,7 +116,7 @@ class Oracle:
                     choices.append((tokens + end - begin, pieces - 1))
             return max(choices)
 
-        return up_to(len(prompt))
+        return up_to(len(longest))
 
 
 step = st.tuples(
@@ -105,8 +131,8 @@ piece = st.tuples(
 
 
 def build(table: ChunkTable, oracle: Oracle, steps: list[tuple[int, int, Ids]]) -> None:
-    """Insert prompts behind earlier blocks, cut into blocks, and now and then remove one."""
-    number = 0
+    """Insert prompts behind earlier blocks or alone, cut into blocks, and now and then remove one."""
+    number = max(oracle.tokens, default=-1) + 1
     for kind, pick, tokens in steps:
         blocks = list(oracle.tokens)
         if kind == 0 and blocks:
@@ -116,10 +142,11 @@ def build(table: ChunkTable, oracle: Oracle, steps: list[tuple[int, int, Ids]]) 
             continue
         full = [block for block in blocks if len(oracle.tokens[block]) == oracle.block_tokens]
         parent = [None, *full][pick % (len(full) + 1)]
+        start = pick % 2 * AT_START if parent is None else oracle.start[parent] + oracle.block_tokens
         for at in range(0, len(tokens), oracle.block_tokens):
             part = tokens[at : at + oracle.block_tokens]
-            table.insert(number, part, parent)
-            oracle.tokens[number], oracle.parent[number] = part, parent
+            table.insert(number, part, parent, start=start if parent is None else None)
+            oracle.tokens[number], oracle.parent[number], oracle.start[number] = part, parent, start + at
             parent = number
             number += 1
 
@@ -146,7 +173,7 @@ def assemble(oracle: Oracle, pieces: list[tuple[int, int, int, Ids]]) -> Ids:
     start=st.integers(0, 3),
     boundaries=st.lists(st.integers(0, 30), max_size=4),
 )
-def test_finds_the_best_cover_and_every_copy(
+def test_finds_the_best_cover_and_every_copy_first_those_in_context(
     sizes: tuple[int, int],
     steps: list[tuple[int, int, Ids]],
     pieces: list[tuple[int, int, int, Ids]],
@@ -161,15 +188,86 @@ def test_finds_the_best_cover_and_every_copy(
     prompt = assemble(oracle, pieces)
     shortest = 2 * window - 1 + extra
     runs = table.find(np.array(prompt, np.int32), start=start, shortest=shortest, boundaries=boundaries)
+    rest = prompt[start:]
+    in_context: list[Run] = []
     for run in runs:
         assert run.target >= start
         assert run.length >= shortest
-        tokens = prompt[run.target : run.target + run.length]
+        copies = oracle.sources(prompt[run.target : run.target + run.length])
+        alone = {
+            copy for copy in copies if oracle.is_alone(rest, run.target - start, copy.blocks[0], copy.offset)
+        }
         assert len(run.sources) == len(set(run.sources))
-        assert set(run.sources) == oracle.sources(tokens)
+        assert set(run.sources) == (copies - alone or alone)
+        in_context += [run] if copies - alone else []
     for one, other in pairwise(runs):
         assert one.target + one.length <= other.target
-    assert (sum(run.length for run in runs), -len(runs)) == oracle.best(prompt[start:], shortest)
+    assert _extent(in_context) == oracle.best(oracle.longest(rest, alone=False), shortest)
+    left = oracle.longest(rest, alone=True)
+    for run in in_context:
+        for at in range(run.target - start + run.length):
+            left[at] = max(0, min(left[at], run.target - start - at)) if at < run.target - start else left[at]
+        left[run.target - start : run.target - start + run.length] = [0] * run.length
+    assert _extent([run for run in runs if run not in in_context]) == oracle.best(left, shortest)
+
+
+def _extent(runs: list[Run]) -> tuple[int, int]:
+    return sum(run.length for run in runs), -len(runs)
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    sizes=st.sampled_from([(3, 1), (4, 2), (8, 4)]),
+    steps=st.lists(step, min_size=2, max_size=10),
+    later=st.lists(step, max_size=4),
+    pieces=st.lists(piece, min_size=1, max_size=4),
+    shuffled=st.randoms(use_true_random=False),
+)
+def test_a_table_filled_at_once_finds_the_same(
+    sizes: tuple[int, int],
+    steps: list[tuple[int, int, Ids]],
+    later: list[tuple[int, int, Ids]],
+    pieces: list[tuple[int, int, int, Ids]],
+    shuffled: random.Random,
+) -> None:
+    block_tokens, window = sizes
+    one_by_one, at_once = (ChunkTable(block_tokens, window=window, copies=100, room=2) for _ in range(2))
+    oracle = Oracle(block_tokens)
+    build(one_by_one, oracle, steps)
+    blocks = oracle.held()
+    shuffled.shuffle(blocks)  # a child before its parent, too
+    at_once.fill(blocks)
+    twin = copy.deepcopy(oracle)
+    for step in range(2):
+        prompt = assemble(oracle, pieces)
+        assert len(at_once) == len(one_by_one)
+        found, again = (table.find(prompt, shortest=2 * window - 1) for table in (one_by_one, at_once))
+        assert [run._replace(sources=sorted(run.sources)) for run in found] == [
+            run._replace(sources=sorted(run.sources)) for run in again
+        ]
+        if step == 0:
+            build(one_by_one, oracle, later)
+            build(at_once, twin, later)
+
+
+def test_a_table_is_filled_once_and_with_what_insert_takes() -> None:
+    def block(number: int, tokens: int, parent: int | None = None) -> Held:
+        return Held(number, np.full(tokens, 7, np.int32), parent, 0)
+
+    table = ChunkTable(32)
+    for blocks, message in (
+        ([block(1, 33)], "block 1: a block holds 1 to 32 tokens, got 33"),
+        ([block(1, 32), block(1, 32)], "2 blocks have 1 numbers"),
+        ([block(1, 4), block(2, 32, 1)], "block 1 is a tail of 4 tokens"),
+    ):
+        with pytest.raises(BlockRefused, match=message):
+            table.fill(blocks)
+    table.fill([])
+    assert len(table) == 0
+    table.fill([block(2, 9, 1), block(1, 32)])
+    assert table.find([7] * 41) == [Run(0, 41, [Source((1, 2), 0)])]
+    with pytest.raises(BlockRefused, match="holds 2 blocks already"):
+        table.fill([block(3, 32)])
 
 
 @settings(deadline=None, max_examples=150)
@@ -196,9 +294,10 @@ def text(seed: int, length: int) -> list[int]:
     return np.random.default_rng(seed).integers(0, 50_000, length).tolist()
 
 
-def hold(table: ChunkTable, first: int, tokens: list[int], parent: int | None = None) -> None:
+def hold(table: ChunkTable, first: int, tokens: list[int], start: int = AT_START) -> None:
     for i, at in enumerate(range(0, len(tokens), table.block_tokens)):
-        table.insert(first + i, tokens[at : at + table.block_tokens], parent if i == 0 else first + i - 1)
+        part = tokens[at : at + table.block_tokens]
+        table.insert(first + i, part, first + i - 1 if i else None, start=start + at)
 
 
 def test_a_passage_is_found_across_blocks_at_another_offset() -> None:
@@ -233,6 +332,57 @@ def test_copies_are_alternatives_and_the_one_with_most_in_front_comes_first() ->
     table.remove(10)
     (run,) = table.find(prompt)
     assert set(run.sources) == {Source((0, 1), 0), Source((21, 22), 1)}
+
+
+def test_shorter_copies_in_context_come_before_a_longer_one_from_the_start() -> None:
+    """Longest first: the copy that holds both passages was captured behind nothing, the others were not."""
+    table = ChunkTable(32)
+    one, other = text(1, 64), text(2, 64)
+    hold(table, 0, one + other, start=0)
+    assert table.find(text(9, 50) + one + other) == [Run(50, 128, [Source((0, 1, 2, 3), 0)])]
+    hold(table, 10, text(3, 20) + one, start=0)
+    hold(table, 20, text(4, 40) + other, start=0)
+    assert table.find(text(9, 50) + one + other) == [
+        Run(50, 64, [Source((10, 11, 12), 20)]),
+        Run(114, 64, [Source((21, 22, 23), 8)]),
+    ]
+    assert table.find(text(9, 50) + one + other[:40], shortest=32) == [
+        Run(50, 64, [Source((10, 11, 12), 20)]),
+        Run(114, 40, [Source((21, 22), 8)]),
+    ]
+
+
+def test_one_token_more_does_not_bring_in_a_copy_from_the_start() -> None:
+    table = ChunkTable(32)
+    passage = text(1, 64)
+    hold(table, 0, [*passage, 7], start=0)
+    hold(table, 10, text(3, 20) + passage, start=0)
+    assert table.find([*text(9, 50), *passage, 7]) == [Run(50, 64, [Source((10, 11, 12), 20)])]
+
+
+def test_what_no_copy_in_context_holds_comes_from_the_start() -> None:
+    table = ChunkTable(32)
+    whole = text(1, 200)
+    hold(table, 0, whole, start=AT_START - 1)
+    hold(table, 10, text(3, 20) + whole[40:110], start=AT_START)
+    found = table.find(text(9, 50) + whole, shortest=32)
+    assert [(run.target, run.length) for run in found] == [(50, 40), (90, 70), (160, 90)]
+    assert [run.sources[0].blocks[0] for run in found] == [0, 10, 3]
+    assert [(run.target, run.length) for run in table.find(text(9, 50) + whole, shortest=50)] == [
+        (90, 70),
+        (160, 90),
+    ]
+
+
+def test_a_long_copy_from_the_start_is_in_context_behind_its_own_beginning() -> None:
+    """A whole prompt that stands a few tokens further on is not cut up by each sentence that others have, too."""
+    table = ChunkTable(32)
+    whole = text(1, 900)
+    hold(table, 0, whole, start=0)
+    hold(table, 100, text(3, 32) + whole[100:150] + text(4, 32) + whole[600:650], start=0)
+    found = table.find(text(9, 50) + whole)
+    assert [(run.target, run.length) for run in found] == [(50, 100), (150, 50), (200, 750)]
+    assert [run.sources[0].blocks[0] for run in found] == [0, 101, 4]
 
 
 def test_blocks_join_again_when_the_one_between_is_back() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvstore.index.cover import cover
+from kvstore.index.cover import between, cover
 
 Runs = list[tuple[int, int]]
 
@@ -67,6 +67,31 @@ def test_most_tokens_with_fewest_pieces(case: tuple[Runs, int], boundaries: list
     for (_, end), (begin, _) in pairwise(pieces):
         assert end <= begin
     assert (sum(end - begin for begin, end in pieces), -len(pieces)) == best(runs, shortest)
+
+
+@settings(max_examples=200)
+@given(
+    runs=st.lists(st.tuples(st.integers(0, 30), st.integers(1, 12)).map(lambda run: (run[0], sum(run)))),
+    edges=st.lists(st.integers(0, 44), max_size=10, unique=True).map(sorted),
+)
+def test_between_pieces_is_left_what_no_piece_covers(runs: Runs, edges: list[int]) -> None:
+    pieces = list(zip(edges[::2], edges[1::2], strict=False))
+    taken = {at for begin, end in pieces for at in range(begin, end)}
+    begins = np.array([begin for begin, _ in runs], np.int64)
+    ends = np.array([end for _, end in runs], np.int64)
+    left = list(zip(*(column.tolist() for column in between(begins, ends, pieces)), strict=True))
+    for begin, end in left:
+        assert not taken & set(range(begin, end))
+        assert any(first <= begin and end <= last for first, last in runs)
+    assert {at for run in left for at in range(*run)} == {at for run in runs for at in range(*run)} - taken
+    for length in range(1, 13):  # nothing is cut but at pieces
+        whole = {
+            at
+            for at in range(45)
+            if not taken & set(range(at, at + length))
+            and any(first <= at and at + length <= last for first, last in runs)
+        }
+        assert whole == {at for begin, end in left for at in range(begin, end - length + 1)}
 
 
 @pytest.mark.parametrize(

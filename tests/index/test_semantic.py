@@ -458,6 +458,32 @@ class TestLoading:
         assert index.stats().embedder == "gate"
         index.close()
 
+    def test_the_embedder_is_loaded_though_all_was_taken_over_before_the_thread_looked(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The thread then waited for ever for something to do, and every search was refused."""
+        path = tmp_path / "vectors"
+        index = SemanticIndex(Gate(), path)
+        index.add(1, key(1), "text")
+        index.drain(SECONDS)
+        index.save()
+        index.close()
+        begin = threading.Event()
+
+        class Late(threading.Thread):
+            def run(self) -> None:
+                assert begin.wait(SECONDS)
+                super().run()
+
+        monkeypatch.setattr(threading, "Thread", Late)
+        index = SemanticIndex(Gate(), path)
+        monkeypatch.undo()
+        assert index.restore(1, key(1))
+        begin.set()
+        assert index.drain(SECONDS)
+        assert blocks(index, "text") == [1]
+        index.close()
+
     def test_importing_loads_none_of_the_heavy_libraries(self) -> None:
         modules = "semantic, vectors, sentence_embedder, token_embedder"
         code = f"import sys; from kvstore.index import {modules}; print(*sys.modules)"

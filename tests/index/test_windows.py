@@ -24,6 +24,8 @@ def test_a_hash_depends_on_the_tokens_of_its_window_alone(window: int, ids: list
     for i, value in enumerate(hashes):
         assert hashed(tokens[i : i + window]) == value
     assert len(set(hashes.tolist())) == len(set(windows))
+    apart = tokens[: len(tokens) // window * window].reshape(-1, window)
+    assert hashed.of(apart).tolist() == hashes[::window].tolist()
 
 
 def test_two_processes_hash_differently() -> None:
@@ -43,13 +45,20 @@ VALUES = [0, 1, 2, 3, 2**63, 2**64 - 1]
 
 
 @given(
+    filled=st.lists(st.sampled_from(VALUES), max_size=12),
     steps=st.lists(st.tuples(st.integers(0, 30), st.sampled_from(VALUES), st.booleans()), max_size=120),
 )
-def test_table_equals_lists_by_hash(steps: list[tuple[int, int, bool]]) -> None:
+def test_table_equals_lists_by_hash(filled: list[int], steps: list[tuple[int, int, bool]]) -> None:
+    """Whether it is filled at once or entry by entry."""
     table = WindowTable()
-    capacity = 0
-    held: dict[int, int] = {}
+    capacity = len(filled)
+    held = dict(enumerate(filled))
     copies: dict[int, list[int]] = {value: [] for value in VALUES}
+    for entry, value in held.items():
+        copies[value].insert(0, entry)
+    table.grow(max(capacity, 1))
+    table.fill(np.arange(capacity, dtype=np.int32), np.array(filled, np.uint64))
+    check(table, copies)
     for entry, value, grow in steps:
         if entry >= capacity or grow:
             capacity = max(capacity, entry) + 1
@@ -61,10 +70,14 @@ def test_table_equals_lists_by_hash(steps: list[tuple[int, int, bool]]) -> None:
             table.add(entry, value)
             held[entry] = value
             copies[value].insert(0, entry)
-        at, entries = table.find(np.array(VALUES, np.uint64))
-        assert sorted(at.tolist()) == [i for i, value in enumerate(VALUES) if copies[value]]
-        for i, newest in zip(at, entries, strict=True):
-            chain = [int(newest)]
-            while (older := int(table.older(np.array(chain[-1:], np.int32))[0])) >= 0:
-                chain.append(older)
-            assert chain == copies[VALUES[i]]
+        check(table, copies)
+
+
+def check(table: WindowTable, copies: dict[int, list[int]]) -> None:
+    at, entries = table.find(np.array(VALUES, np.uint64))
+    assert sorted(at.tolist()) == [i for i, value in enumerate(VALUES) if copies[value]]
+    for i, newest in zip(at, entries, strict=True):
+        chain = [int(newest)]
+        while (older := int(table.older(np.array(chain[-1:], np.int32))[0])) >= 0:
+            chain.append(older)
+        assert chain == copies[VALUES[i]]

@@ -36,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
         patch.setenv("KVSTORE_CACHE_DIR", str(folder / "cache"))
         made = LanguageModel(folder / "tiny.gguf")
         made.engine = StaticGraphEngine(
-            folder / "tiny.gguf", cache=folder / "cache", sizes=(16, 128), contexts=(1024,)
+            folder / "tiny.gguf", cache=folder / "cache", sizes=(16, 128), contexts=(1024, 2048)
         )
     return made
 
@@ -150,6 +150,8 @@ def test_a_second_look_is_measured_with_what_it_looks_at(
     results = attempt(model, asked, "traffic", [Nothing(), repair])
     assert list(results) == [Nothing(), repair]
     assert results[repair].recomputed == share
+    assert results[Nothing()].in_vain == 0
+    assert (results[repair].in_vain > 0) is (share == 1)
     assert len(close[repair]) == len(close[Nothing()]) == 2
     for looked, plain in [
         (results[repair].close, results[Nothing()].close),

@@ -38,8 +38,8 @@ def captured(model: LanguageModel, trial: Trial) -> list[str]:
 
 
 def test_half_are_open_and_the_others_take_turns(model: LanguageModel, pydoc_text: str) -> None:
-    tasks = [trial.task for trial in trials(model, pydoc_text, 20, tokens=TOKENS)]
-    assert tasks[1::2] == ["open"] * 10
+    tasks = [trial.task for trial in trials(model, pydoc_text, 24, tokens=TOKENS)]
+    assert tasks[1::2] == ["open"] * 12
     assert tasks[::2] == [task for task in TASKS if task != "open"] * 2
 
 
@@ -51,7 +51,7 @@ def test_the_same_seed_gives_the_same_trials(model: LanguageModel, pydoc_text: s
     assert not np.array_equal(one[0].prompt, other.prompt)
 
 
-@pytest.mark.parametrize("task", ["start", "middle", "end", "edited"])
+@pytest.mark.parametrize("task", ["start", "middle", "end", "edited", "twins"])
 def test_one_of_several_similar_facts_is_asked_for(model: LanguageModel, pydoc_text: str, task: Task) -> None:
     for trial in some(model, pydoc_text, task):
         told = dict(re.findall(r"code of the (\w+) gate is (\d{4})\.", said(model, trial)))
@@ -99,15 +99,33 @@ def test_an_edited_passage_was_captured_with_another_number(model: LanguageModel
         assert any(old.replace(code, trial.fact) in text for code in codes)
 
 
+def test_twins_are_two_passages_that_differ_in_place_and_number(
+    model: LanguageModel, pydoc_text: str
+) -> None:
+    for trial in some(model, pydoc_text, "twins"):
+        assert trial.fact is not None
+        one, other, *rest = captured(model, trial)
+        assert trial.fact in one
+        told = [re.findall(r"code of the (\w+) gate is (\d{4})\.", each) for each in (one, other)]
+        ((place, code),), ((other_place, other_code),) = told
+        assert place != other_place
+        assert other == one.replace(f"{place} gate is {code}", f"{other_place} gate is {other_code}") != one
+        assert all(passage in said(model, trial) for passage in (one, other, *rest))
+
+
 def test_every_passage_is_captured_in_each_context(model: LanguageModel, pydoc_text: str) -> None:
     for trial in trials(model, pydoc_text, 14, tokens=TOKENS):
         passages = captured(model, trial)
         if trial.task != "edited":
             assert all(passage in said(model, trial) for passage in passages)
-        for context in ("system", "traffic"):
+        for context in ("system", "traffic", "filler"):
             shown = [model.tokenizer.decode(each) for each in trial.captures[context]]
             assert all(each.index(SYSTEM) < 60 for each in shown)
             assert all(any(passage in each for each in shown) for passage in passages)
+        shown = [model.tokenizer.decode(each) for each in trial.captures["filler"]]
+        before = {each.removesuffix(passage) for each, passage in zip(shown, passages, strict=True)}
+        assert len(before) == 1
+        assert not any(passage in "".join(before) for passage in passages)
 
 
 def test_a_text_too_short_is_refused(model: LanguageModel) -> None:

@@ -57,14 +57,18 @@ def measured(runs: list[MovedRun], seed: int) -> Evidence:
 def test_what_is_needed_and_as_much_more_as_is_free(
     repair: AnyRepair, runs: list[MovedRun], spare: int, seed: int
 ) -> None:
-    if not runs:
-        return
-    moved = np.concatenate([np.arange(run.target, run.target + run.length) for run in runs])
+    moved = np.array([at for run in runs for at in range(run.target, run.target + run.length)], dtype=int)
     chosen = select(repair, runs, measured(runs, seed), spare)
     assert (np.diff(chosen) > 0).all()
     assert np.isin(chosen, moved).all()
     room = 0 if isinstance(repair, Nothing) else spare
     assert len(chosen) == min(len(moved), repair.least(runs) + room)
+
+
+@pytest.mark.parametrize("repair", REPAIRS, ids=str)
+def test_without_runs_nothing_is_chosen_and_no_evidence_needed(repair: AnyRepair) -> None:
+    assert select(repair, [], Evidence(), spare=7).tolist() == []
+    assert repair.rank([], measured([], 0)).tolist() == []
 
 
 def test_heads_of_all_runs_grow_alike() -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from kvstore.pipeline.engine import StaticGraphEngine
 from kvstore.pipeline.schedule import CallCosts, CostTable, Windows, interpolate, suggest_sizes
+from kvstore.pipeline.simulated import IdleRuntime
 from tests.tiny_models import write_tiny_gguf
 
 costs = st.dictionaries(st.integers(1, 40), st.floats(0.001, 10, allow_nan=False), min_size=1, max_size=4)
@@ -234,6 +235,18 @@ def test_a_damaged_file_is_measured_anew(tmp_path: Path, content: bytes) -> None
     assert [p.name for p in tmp_path.iterdir()] == ["costs.json"]
 
 
+def test_costs_that_cannot_be_kept_are_used_all_the_same(tmp_path: Path) -> None:
+    """A full or read-only disk failed the request, or had the device measured at each."""
+    (tmp_path / "file").touch()
+    table, device = CostTable(tmp_path / "file" / "costs.json"), Device({1: 0.1})
+    for _ in range(2):
+        assert table.at(512, [1], [], device).seconds == device.seconds
+    assert device.measured == 1
+    for _ in range(300):
+        table.observe(512, [(1, 512, 0.3)])
+    assert table.at(512, [1], [], device).seconds == device.seconds
+
+
 few = settings(max_examples=25, deadline=None)
 QUIET = {1: 30.0, 16: 45.0, 32: 71.0, 64: 122.0, 128: 237.0, 256: 450.0, 512: 882.0}  # ms of one device
 
@@ -389,3 +402,81 @@ def test_sizes_between_measured_ones_lie_on_the_line() -> None:
         10.0,
         20.0,
     ]
+
+
+class _Priced(StaticGraphEngine):
+    """An engine whose calls cost what it is told, so it need not run any."""
+
+    given = CallCosts(QUIET)
+
+    def costs(self, slots: int) -> CallCosts:  # noqa: ARG002 the engine's own takes it
+        return self.given
+
+
+@pytest.fixture(scope="module")
+def priced(tmp_path_factory: pytest.TempPathFactory) -> _Priced:
+    folder = tmp_path_factory.mktemp("priced")
+    write_tiny_gguf(folder / "tiny.gguf", layers=1)
+    return _Priced(folder / "tiny.gguf", runtime=IdleRuntime(), cache=folder / "cache")
+
+
+@settings(deadline=None)
+@example(250, 1, 0, 0.8, QUIET, True)
+@given(
+    st.integers(0, 512),
+    st.integers(1, 511),
+    st.integers(0, 99),
+    st.floats(0.3, 1),
+    st.lists(st.floats(0.8, 1.25), min_size=7, max_size=7).map(
+        lambda noise: {size: ms * by for (size, ms), by in zip(QUIET.items(), noise, strict=True)}
+    ),
+    st.booleans(),
+)
+def test_plans_hold_each_token_once_in_calls_that_can_run(
+    priced: _Priced,
+    near: int,
+    far: int,
+    seed: int,
+    share: float,
+    costs: dict[int, float],
+    shortest_first: bool,
+) -> None:
+    """Calls sorted by size began with padding alone, where that of the first had no room in a shorter one of a later
+    window: the request failed."""
+    priced.given = CallCosts(costs, Windows.on_a_line([512, 1024], share))
+    draw = np.random.default_rng(seed)
+    some = draw.choice(512, near, replace=False), 512 + draw.choice(511, far, replace=False)
+    kv, at = priced.allocate(1023), np.sort(np.concatenate(some)).astype(np.int32)
+    calls = priced.plan(at % 300, at, at, kv, shortest_first=shortest_first)
+    assert all(0 < len(call.token_ids) <= call.size for call in calls)
+    for name, expected in (("token_ids", at % 300), ("positions", at), ("slots", at)):
+        np.testing.assert_array_equal(np.concatenate([getattr(call, name) for call in calls]), expected)
+    if shortest_first:
+        assert [call.size for call in calls] == sorted(call.size for call in calls)
+    priced.run(calls, kv)
+    priced.recycle(kv)
+
+
+def test_what_windows_save_is_learned_from_calls(tmp_path: Path) -> None:
+    """The fault this excludes: shares measured once, beside other work, which then held for ever."""
+    true, seconds = Windows.on_a_line([256, 512, 1024], 0.6), {64: 0.2, 128: 0.4}
+    noisy = CallCosts(seconds, Windows({256: 0.98, 512: 0.99, 1024: 1.0}))
+    truth = CallCosts(seconds, true)
+    table = CostTable(tmp_path / "costs.json")
+    table.at(1024, list(seconds), list(true.shares), lambda: noisy)
+    rng = random.Random(0)
+    for _ in range(150):
+        size, window = rng.choice([64, 128]), rng.choice([256, 512, 1024])
+        table.observe(1024, [(size, window, truth.of(size, window) * rng.uniform(1, 1.02))])
+    again = CostTable(tmp_path / "costs.json").at(1024, list(seconds), list(true.shares), lambda: noisy)
+    for size in seconds:
+        for window in true.shares:
+            assert again.of(size, window) == pytest.approx(truth.of(size, window), rel=0.08)
+
+
+def test_shares_do_not_follow_small_differences() -> None:
+    costs = CallCosts({64: 0.2}, Windows({256: 0.8, 1024: 1.0}))
+    assert not costs.observe_windows([(64, 256, 0.163), (64, 1024, 0.2)] * 20)
+    assert not costs.observe_windows([(64, 256, 0.16)] * 20)
+    assert costs.observe_windows([(64, 256, 0.12)] * 20)
+    assert costs.of(64, 256) / costs.of(64, 1024) == pytest.approx(0.6)

@@ -143,20 +143,27 @@ def within_chance(misses: int, prompts: int) -> bool:
 def judge(measurements: tuple[Measurement, ...]) -> Verdict:
     """The cheapest repair that passes each policy's bars; `measurements` of all that may be chosen, in any order.
 
-    fast: mean KL <= 0.04 and first tokens agree in >= 97 %, over 16 prompts or more. careful: that, and recall >= 0.90
-    of full prefill, over 16 facts or more.
+    fast: mean KL <= 0.04 and first tokens agree in >= 97 %, over 16 prompts or more, at less than computing the moved
+    tokens costs: where most answers hang in the balance, second looks cost more. careful: that, and recall >= 0.90 of
+    full prefill, over 16 facts or more.
     """
     told = [each for each in sorted(measurements, key=_cost) if each.prompts >= LEAST_PROMPTS]
-    close = [each for each in told if each.kl_mean <= MOST_KL and each.first_agrees >= LEAST_AGREEMENT]
+    faithful = [each for each in told if each.kl_mean <= MOST_KL and each.first_agrees >= LEAST_AGREEMENT]
+    close = [each for each in faithful if _cost(each) < 1]
     enough = [each for each in close if each.recall_prompts >= LEAST_PROMPTS]
     recalling = [each for each in enough if each.recall >= LEAST_RECALL]
     reasons = []
     if not told:
         most = max((each.prompts for each in measurements), default=0)
         reasons.append(f"closeness over {most} prompts, {LEAST_PROMPTS} are needed; give more trials")
-    elif not close:
+    elif not faithful:
         reasons.append(
             f"no repair keeps mean KL <= {MOST_KL} and agreement >= {LEAST_AGREEMENT:.0%}; {_nearest(told)}"
+        )
+    elif not close:
+        reasons.append(
+            f"repair would cost more than computing: {named(faithful[0].repair)} takes "
+            f"{_cost(faithful[0]):.0%} of it"
         )
     elif not enough:
         most = max(each.recall_prompts for each in close)

@@ -95,3 +95,14 @@ def test_nothing_measured_allows_nothing() -> None:
     verdict = judge(())
     assert (verdict.fast, verdict.careful) == (None, None)
     assert verdict.why_none("careful")
+
+
+def test_a_repair_that_costs_more_than_computing_is_no_repair() -> None:
+    """The fault this excludes: second looks on nine of ten prompts, each slower than if nothing had been reused."""
+    looks = msgspec.structs.replace(measured(8, NEAR, 0.95), recomputed=0.9, in_vain=0.2)
+    verdict = judge((looks, measured(4, FAR, 0.95)))
+    assert verdict.fast is verdict.careful is None
+    assert verdict.reasons == (
+        "repair would cost more than computing: first 8 tokens of each run takes 110% of it",
+    )
+    assert judge((looks, measured(400, NEAR, 0.95))).careful == Attended(0.4)

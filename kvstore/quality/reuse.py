@@ -143,13 +143,13 @@ def within_chance(misses: int, prompts: int) -> bool:
 def judge(measurements: tuple[Measurement, ...]) -> Verdict:
     """The cheapest repair that passes each policy's bars; `measurements` of all that may be chosen, in any order.
 
-    fast: mean KL <= 0.04 and first tokens agree in >= 97 %, over 16 prompts or more, at less than computing the moved
-    tokens costs: where most answers hang in the balance, second looks cost more. careful: that, and recall >= 0.90 of
-    full prefill, over 16 facts or more.
+    fast: mean KL <= 0.04 and first tokens agree in >= 97 %, over 16 prompts or more, at no more than computing the
+    moved tokens costs: where most answers hang in the balance, second looks cost more. careful: that, and recall >=
+    0.90 of full prefill, over 16 facts or more.
     """
     told = [each for each in sorted(measurements, key=_cost) if each.prompts >= LEAST_PROMPTS]
     faithful = [each for each in told if each.kl_mean <= MOST_KL and each.first_agrees >= LEAST_AGREEMENT]
-    close = [each for each in faithful if _cost(each) < 1]
+    close = [each for each in faithful if _cost(each) <= 1]
     enough = [each for each in close if each.recall_prompts >= LEAST_PROMPTS]
     recalling = [each for each in enough if each.recall >= LEAST_RECALL]
     reasons = []

@@ -10,7 +10,9 @@ from kvstore.pipeline.schedule import WINDOWED, CallCosts, Windows
 
 from .errors import InvalidRequestError
 
-_Few = Annotated[dict[int, float], msgspec.Meta(max_length=256)]
+_Tokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
+_Cost = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
+_Few = Annotated[dict[_Tokens, _Cost], msgspec.Meta(max_length=256)]
 
 
 class SentCosts(msgspec.Struct, frozen=True):

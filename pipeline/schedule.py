@@ -88,8 +88,8 @@ class CallCosts:
     """
 
     def __init__(self, seconds: Mapping[int, float], windows: Windows | None = None) -> None:
-        if not seconds or min(seconds) < 1 or not min(seconds.values()) > 0:
-            raise ValueError(f"call sizes and their seconds must be positive: {dict(seconds)}")
+        if not seconds or min(seconds) < 1 or not all(0 < each < math.inf for each in seconds.values()):
+            raise ValueError(f"call sizes and their seconds must be positive and finite: {dict(seconds)}")
         if windows is not None:
             rising = [share for _, share in sorted(windows.shares.items())]
             if (

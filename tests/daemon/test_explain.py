@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,13 @@ def test_windows_of_the_engines_graphs_count_in_the_daemon_too(tmp_path: Path) -
                 asked = admin.explain(ASKED.tolist(), costs=SentCosts.of(costs))
                 assert told(asked.explanation) == told(own.explain(ASKED, costs=costs))
             assert asked.cost.compute_seconds == pytest.approx(1.1)
-            for wrong in ({"seconds": {}}, {"seconds": {64: 1.0}, "shares": {64: 2.0}}, {"size": 64}):
+            for wrong in (
+                {"seconds": {}},
+                {"seconds": {64: 1.0}, "shares": {64: 2.0}},
+                {"seconds": {64: 1.0}, "shares": {1 << 62: 0.5, 1 << 63: 1.0}},  # was an OverflowError
+                {"seconds": {64: 1.0, 128: math.nan}},
+                {"seconds": {64: math.inf}},
+                {"size": 64},
+            ):
                 with pytest.raises(InvalidRequestError, match="costs: "):
                     admin.explain(ASKED.tolist(), costs=wrong)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import threading
 from collections.abc import Sequence
@@ -123,6 +124,12 @@ def test_windows_lie_on_a_line_and_are_never_dearer_than_all_slots() -> None:
 def test_windows_that_make_no_sense_are_refused(shares: dict[int, float]) -> None:
     with pytest.raises(ValueError, match="shares must be positive"):
         CallCosts({16: 1.0}, Windows(shares))
+
+
+@pytest.mark.parametrize("seconds", [{}, {0: 1.0}, {16: 0.0}, {16: 1.0, 32: math.nan}, {16: math.inf}])
+def test_seconds_that_make_no_sense_are_refused(seconds: dict[int, float]) -> None:
+    with pytest.raises(ValueError, match="positive and finite"):
+        CallCosts(seconds)
 
 
 def test_a_window_wide_enough_for_the_size_is_what_a_call_costs() -> None:

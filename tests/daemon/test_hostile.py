@@ -66,6 +66,10 @@ def test_a_client_of_another_version_is_told_by_its_own_library(  # type: ignore
         struct.pack("<I", 3) + b"\x93\x01\x02",
         bytes(wire.frame(wire.Renew(1, 1)))[:-1] + b"\xc1",
         bytes(wire.frame(wire.Done(1))),
+        bytes(wire.frame(wire.Explain(1, 1, b"\1\0\0\0", "exact", [], SentCosts({0: 1.0}), 1, None))),
+        bytes(
+            wire.frame(wire.Explain(1, 1, b"\1\0\0\0", "exact", [], SentCosts({16: float("nan")}), 1, None))
+        ),
         struct.pack("<I", 4096) + b"\x91" * 4096,
     ],
 )
@@ -114,7 +118,6 @@ def test_requests_that_make_no_sense_are_refused_each_by_itself(running) -> None
             wire.PutInexact(3, view, tokens, 60, 0),
             wire.Open(3, b"no identity"),
             wire.KeepVerdict(3, view, b"\xc1"),
-            wire.Explain(3, view, tokens, "exact", [], SentCosts({0: -1.0}), 1, None),
             wire.Explain(3, view, tokens, "exact", [], SentCosts({16: 1.0}, {32: 0.9, 64: 0.5}), 1, None),
             wire.Invalidate(3, view, None, None, None, False),
             wire.Admin(3, "__init__", b"\x80"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import operator
 import platform
 import statistics
 import sys
@@ -62,19 +63,22 @@ def alternate(calls: dict[str, Callable[[], object]], repeats: int) -> dict[str,
     return {name: statistics.median(values) for name, values in times.items()}
 
 
+_RELATIONS = {"<=": operator.le, ">=": operator.ge, ">": operator.gt}
+
+
 @dataclass(frozen=True)
 class Bar:
-    """A promise: `figure` is to be at most or at least `limit`."""
+    """A promise: `figure` is to be at most, at least, or more than `limit`."""
 
     name: str
     figure: float
-    relation: Literal["<=", ">="]
+    relation: Literal["<=", ">=", ">"]
     limit: float
     unit: str = ""
 
     @property
     def holds(self) -> bool:
-        return bool(self.figure <= self.limit if self.relation == "<=" else self.figure >= self.limit)
+        return bool(_RELATIONS[self.relation](self.figure, self.limit))
 
 
 @dataclass
@@ -93,7 +97,7 @@ class Report:
         return rows
 
     def bar(
-        self, name: str, figure: float, relation: Literal["<=", ">="], limit: float, unit: str = ""
+        self, name: str, figure: float, relation: Literal["<=", ">=", ">"], limit: float, unit: str = ""
     ) -> None:
         self.bars.append(Bar(name, figure, relation, limit, unit))
 

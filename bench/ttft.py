@@ -61,9 +61,8 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calibrate",
         type=int,
-        default=0,
         metavar="N",
-        help="measure what `fast` and `careful` do, on N prompts of these workloads and N generated ones",
+        help="what `fast` does is found on N (48) other prompts of each workload; 0, as in a quick run: by hand",
     )
 
 
@@ -75,13 +74,12 @@ def _moved(
         return
     bench = Bench(models.smollm2())
     kinds = [name for name in names if name != "recall"]
-    if args.calibrate:
-        each = -(-args.calibrate // max(1, len(kinds)))
-        own = [request for name in kinds for request in workload(name, args.data, bench.size, each, seed=2)]
-        bench.calibrate(own, args.calibrate, progress)
-        report_verdict(report, bench.verdict)
+    own = args.calibrate if args.calibrate is not None else 0 if args.quick else 48
     everything = []
     for name in kinds:
+        if own:
+            bench.calibrate(workload(name, args.data, bench.size, own, seed=2), progress)
+            report_verdict(report, name, bench.verdict)
         requests = workload(name, args.data, bench.size, args.prompts or (6 if args.quick else 100))
         runs = bench.measure(name, requests, folder / name, progress)
         report_workload(report, bench, name, runs)

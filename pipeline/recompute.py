@@ -217,8 +217,13 @@ class WhenSure(msgspec.Struct, frozen=True, tag="sure"):
 
     def is_sure(self, logits: NDArray[np.float32]) -> bool:
         """Whether the likeliest token leads by the margin; `logits` float32 [vocab]."""
-        second, first = np.partition(logits, -2)[-2:]
-        return bool(first - second >= self.margin)
+        return lead(logits) >= self.margin
+
+
+def lead(logits: NDArray[np.float32]) -> float:
+    """Nats by which the likeliest token leads the next; `logits` float32 [vocab]."""
+    second, first = np.partition(logits, -2)[-2:]
+    return float(first - second)
 
 
 AnyRepair = Nothing | FirstTokens | Attended | Deviating | Both | Everything | WhenSure

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import numpy as np
 import pytest
 
 import kvstore
@@ -18,8 +19,17 @@ from kvstore.pipeline.recompute import (
     WhenSure,
 )
 from kvstore.prefill import prefill
-from kvstore.quality.calibrate import Answered, answered, attempt, calibrate, closeness, measurement
-from kvstore.quality.fidelity import FORCED, answer_of_reuse, fidelity, greedy
+from kvstore.quality.calibrate import (
+    Answered,
+    Result,
+    answered,
+    attempt,
+    calibrate,
+    closeness,
+    expected,
+    measurement,
+)
+from kvstore.quality.fidelity import FORCED, Fidelity, answer_of_reuse, fidelity, greedy
 from kvstore.quality.reuse import Measurement, judge
 from kvstore.quality.trials import CONTEXTS
 from kvstore.session import Session
@@ -89,7 +99,7 @@ def test_the_users_own_prompts_decide_how_close_answers_stay(model: LanguageMode
         )
     of_own = closeness(model, own, repairs)
     for each in verdict.measurements:
-        kl = [close.kl.mean() for close in of_own[each.repair]]
+        kl = [result.close.kl.mean() for result in of_own[each.repair]]
         assert 16 <= len(kl) < len(own)  # nothing moved in the first
         assert (each.prompts, each.kl_mean) == (len(kl), pytest.approx(sum(kl) / len(kl)))
     assert shares[-1] == 1.0
@@ -137,6 +147,28 @@ def test_what_the_users_prompts_rule_out_is_dropped(model: LanguageModel, pydoc_
     assert verdict.fast == Everything()
 
 
+def test_what_costs_more_than_computing_is_dropped(model: LanguageModel, pydoc_text: str) -> None:
+    """Second looks that computed nearly every prompt after all were tried to the end, since answers stayed close."""
+    words = pydoc_text.split()
+    own = [
+        model.chat_prompt(
+            "Notes.", f"Number {at}. {' '.join(words[at % 3 * 40 : at % 3 * 40 + 40])} Question {at}"
+        )
+        for at in range(24)
+    ]
+    never_sure = WhenSure(Nothing(), 1e9)
+    with kvstore.open(None, identity=model.identity) as store:
+        verdict = calibrate(
+            model, store, pydoc_text, own=own, trials=0, candidates=[never_sure, Everything()], tokens=TOKENS
+        )
+    looked, exact = verdict.measurements
+    assert (looked.prompts, looked.looked, looked.kl_mean, looked.recomputed) == (16, 1, 0, 1)
+    assert looked.in_vain > 0
+    assert exact.prompts > 16
+    assert (verdict.fast, verdict.careful) == (Everything(), None)
+    assert "recall over 0 prompts" in (verdict.why_none("careful") or "")
+
+
 @pytest.mark.parametrize(("margin", "share"), [(0.0, 0.0), (1e9, 1.0)])
 def test_a_second_look_is_measured_with_what_it_looks_at(
     model: LanguageModel, pydoc_text: str, margin: float, share: float
@@ -151,11 +183,11 @@ def test_a_second_look_is_measured_with_what_it_looks_at(
     assert list(results) == [Nothing(), repair]
     assert results[repair].recomputed == share
     assert results[Nothing()].in_vain == 0
-    assert (results[repair].in_vain > 0) is (share == 1)
+    assert (results[repair].in_vain > 0) is results[repair].looked is (share == 1)
     assert len(close[repair]) == len(close[Nothing()]) == 2
     for looked, plain in [
         (results[repair].close, results[Nothing()].close),
-        *zip(close[repair], close[Nothing()], strict=True),
+        *[(looked.close, plain.close) for looked, plain in zip(close[repair], close[Nothing()], strict=True)],
     ]:
         assert plain.kl.max() > 1e-3
         assert looked.kl.tolist() == (plain.kl.tolist() if margin == 0.0 else [0.0] * FORCED)
@@ -214,6 +246,28 @@ def test_what_reuse_answers_is_what_greedy_decoding_gives(model: LanguageModel, 
         assert found == greedy(model.engine, kv, logits, end)
         differed += found != asked.full.answer
     assert differed
+
+
+def test_what_may_miss_is_foretold_by_leads_and_shifts() -> None:
+    """A repair without a miss in 46 prompts, whose leads were smaller than what it shifts, had six in the next 50."""
+    same = Fidelity(np.zeros(FORCED), np.ones(FORCED, bool), np.zeros(FORCED, np.int64))
+
+    def result(lead: float, shift: float, *, looked: bool = False) -> Result:
+        return Result(same, None, 0.1, lead, shift, looked=looked)
+
+    steady = [result(2.0, 0.5)] * 20
+    assert expected(steady) == 1.0
+    shaken = (
+        steady + [result(0.2, 0.1)] * 20
+    )  # in half of them the lead is small, and half of the shifts are larger
+    assert expected(shaken) == pytest.approx(1 - 0.5 * 0.5 / 2)
+    assert expected(steady + [result(0.2, 0.1, looked=True)] * 20) == 1.0
+    random = np.random.default_rng(0)
+    full, noise = random.normal(0, 1, 4000), random.normal(0, 0.3, 4000)
+    many = [result(abs(a + b), abs(b)) for a, b in zip(full, noise, strict=True)]
+    misses = np.mean(np.sign(full) != np.sign(full + noise))
+    assert 1 - expected(many) == pytest.approx(misses, rel=0.15)
+    assert 1 - expected(many[:50]) == pytest.approx(misses, rel=0.5)
 
 
 def test_a_recall_over_few_prompts_lets_nothing_through() -> None:

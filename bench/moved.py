@@ -296,7 +296,7 @@ def report_verdict(report: Report, name: str, verdict: Verdict) -> None:
     """What calibration found, cheapest first; what takes second looks and keeps not close is left out."""
     rows = report.table(
         f"{name}: calibration, on other prompts of this workload",
-        ("repair", "cost", "second looks", "prompts", "KL of 16", "first equal", "expected", "policy"),
+        ("repair", "cost", "second looks", "prompts", "KL of 16", "first equal", "surely", "policy"),
     )
     for each in sorted(verdict.measurements, key=cost):
         if isinstance(each.repair, WhenSure) and not keeps_close(each):
@@ -309,7 +309,7 @@ def report_verdict(report: Report, name: str, verdict: Verdict) -> None:
                 each.prompts,
                 each.kl_mean,
                 each.first_agrees,
-                each.first_expected,
+                each.first_at_least,
                 "fast" if each.repair == verdict.fast else "",
             )
         )

@@ -37,7 +37,7 @@ class Measurement(msgspec.Struct, frozen=True):
 
     kl_first, kl_mean: KL(full || reuse) in nats at the first token, and over 16 teacher-forced ones.
     first_agrees, all_agree: share of first tokens, and of the 16, that stay the most likely one.
-    first_expected: share of first tokens that should stay in the long run, see `calibrate.expected`.
+    first_at_least: what that share of first tokens is at least, surely enough, see `calibrate.at_least`.
     recall: of the facts that full prefill finds, the share still found; recall_prompts says of how many.
     recomputed: share of the moved tokens computed again. in_vain: what was computed before second looks had all
     computed once more, as a share of the moved tokens, too. looked: share of the prompts in which one had.
@@ -54,7 +54,7 @@ class Measurement(msgspec.Struct, frozen=True):
     recomputed: float
     in_vain: float = 0.0
     looked: float = 0.0
-    first_expected: float = 1.0
+    first_at_least: float = 1.0
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -141,8 +141,8 @@ def pays(measured: Measurement) -> bool:
 
 
 def keeps_close(measured: Measurement) -> bool:
-    """Whether answers stay close enough: as counted, and, since few prompts count few misses, as expected."""
-    agreement = min(measured.first_agrees, measured.first_expected)
+    """Whether answers stay close enough: as counted, and surely enough, since few prompts count few misses."""
+    agreement = min(measured.first_agrees, measured.first_at_least)
     return measured.kl_mean <= MOST_KL and agreement >= LEAST_AGREEMENT
 
 
@@ -158,7 +158,7 @@ def within_chance(misses: int, prompts: int) -> bool:
 def judge(measurements: tuple[Measurement, ...]) -> Verdict:
     """The cheapest repair that passes each policy's bars; `measurements` of all that may be chosen, in any order.
 
-    fast: mean KL <= 0.04 and first tokens agree in >= 97 %, counted and expected, over 16 prompts or more, at no more
+    fast: mean KL <= 0.04 and first tokens agree in >= 97 %, counted and surely, over 16 prompts or more, at no more
     than computing the moved tokens costs, and with second looks that have all computed in no more than half of the
     prompts: else most requests were slower than without reuse. careful: that, and recall >= 0.90 of full prefill, over
     16 facts or more.
@@ -202,12 +202,14 @@ def _nearest(measurements: Sequence[Measurement]) -> str:
         measurements,
         key=lambda each: max(
             each.kl_mean / MOST_KL,
-            (1 - min(each.first_agrees, each.first_expected)) / (1 - LEAST_AGREEMENT),
+            (1 - min(each.first_agrees, each.first_at_least)) / (1 - LEAST_AGREEMENT),
         ),
     )
     misses = round((1 - nearest.first_agrees) * nearest.prompts)
     expected = (
-        "" if nearest.first_expected >= LEAST_AGREEMENT else f", {1 - nearest.first_expected:.0%} expected"
+        ""
+        if nearest.first_at_least >= LEAST_AGREEMENT
+        else f", up to {1 - nearest.first_at_least:.0%} expected"
     )
     chance = nearest.kl_mean <= MOST_KL and within_chance(misses, nearest.prompts)
     return (

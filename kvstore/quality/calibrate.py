@@ -53,7 +53,7 @@ from ..store import KVStore
 from .codec_trial import MOST_KL as MOST_CODEC_KL
 from .codec_trial import CodecTrial, bears, go_on, pass_through
 from .fidelity import FORCED, Fidelity, Reference, answer_of_reuse, fidelity, reference, unchanged
-from .reuse import LEAST_PROMPTS, MOST_KL, Measurement, Verdict, judge, within_chance
+from .reuse import LEAST_PROMPTS, MOST_KL, ONE_SIDED, Measurement, Verdict, judge, within_chance
 from .trials import Context, Tokens, Trial, trials
 
 _REPAIRS: tuple[Nothing | FirstTokens | Attended | Both, ...] = (
@@ -75,7 +75,6 @@ tool schemas, whose answers SmolLM2-135M leaves open, another token led after fi
 first 4 and attended 15 %, 10 times by up to 0.24; after first 8 and attended 30 %, 6 times, 5 of them by up to 0.06."""
 
 _ROUND = 16  # prompts after which repairs without a chance are dropped
-_ONE_SIDED = 1.645  # standard errors: 95 % of a normal distribution lie below
 _CODED = 16  # prompts that go through the codecs, whose effect varies little
 
 
@@ -369,7 +368,7 @@ def at_least(results: Sequence[Result]) -> float:
     missed = (shifts > leads[:, None]) / 2  # by lead, by shift
     share = missed.mean(axis=1) + missed.mean(axis=0)
     error = share.std(ddof=1) / math.sqrt(len(results)) if len(results) > 1 else 0.0
-    return 1 - float(missed.mean() + _ONE_SIDED * error)
+    return 1 - float(missed.mean() + ONE_SIDED * error)
 
 
 def _judged_by(results: Sequence[Result], own: Sequence[Result]) -> Sequence[Result]:

@@ -103,16 +103,19 @@ def test_nothing_measured_allows_nothing() -> None:
     assert verdict.why_none("careful")
 
 
-@pytest.mark.parametrize(("recomputed", "looked"), [(0.9, 0.4), (0.5, 0.6)])
+@pytest.mark.parametrize(("recomputed", "looked"), [(0.9, 0.3), (0.5, 0.6), (0.5, 0.46)])
 def test_a_repair_that_costs_more_than_computing_is_no_repair(recomputed: float, looked: float) -> None:
-    """The fault this excludes: second looks on nine of ten prompts, each slower than if nothing had been reused."""
+    """The fault this excludes: second looks on nine of ten prompts, each slower than if nothing had been reused.
+
+    Looks in 46 % of 41 prompts were followed by looks in 12 of 24, and a median slower than prefixes.
+    """
     looks = msgspec.structs.replace(
         measured(8, NEAR, 0.95), recomputed=recomputed, in_vain=0.2, looked=looked
     )
     verdict = judge((looks, measured(4, FAR, 0.95)))
     assert verdict.fast is verdict.careful is None
     assert verdict.reasons == (
-        "repair would cost more than computing: first 8 tokens of each run takes "
-        f"{recomputed + 0.2:.0%} of it, with second looks in {looked:.0%} of the prompts",
+        "repair would not pay for most requests: first 8 tokens of each run computes "
+        f"{recomputed + 0.2:.0%} of what moved, with second looks in {looked:.0%} of the prompts",
     )
     assert judge((looks, measured(400, NEAR, 0.95))).careful == Attended(0.4)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -67,10 +67,13 @@ def joined(*parts: Tokens) -> Tokens:
     return np.concatenate(parts).astype(np.int32)
 
 
-def check_spans(explained: Explanation, prompt: Tokens, store: kvstore.KVStore) -> None:
+def check_spans(
+    explained: Explanation, prompt: Tokens, store: kvstore.KVStore, boundaries: Sequence[int] = ()
+) -> None:
     """Each token in one span, each loaded one out of a block that holds it where the span says."""
-    held = {block.key.hex(): block for block in store.lookup(prompt, moved=True).blocks}
-    for run in store.lookup(prompt, moved=True).runs:
+    match = store.lookup(prompt, moved=True, boundaries=boundaries)  # which copy serves depends on them
+    held = {block.key.hex(): block for block in match.blocks}
+    for run in match.runs:
         held |= {piece.block.key.hex(): piece.block for piece in run.pieces}
     ends = [0, *(span.start + span.length for span in explained.spans)]
     assert [span.start for span in explained.spans] == ends[:-1]
@@ -110,7 +113,7 @@ def test_explain_predicts_what_a_request_does(engine: StaticGraphEngine, data: s
             boundaries = np.cumsum([len(each) for each in parts]).tolist() if data.draw(st.booleans()) else []
             session = Session(engine, store, policy)
             explained = session.explain(prompt, 2, boundaries=boundaries)
-            check_spans(explained, prompt, store)
+            check_spans(explained, prompt, store, boundaries)
             done = session.generate(prompt, 2, boundaries=boundaries, keep=data.draw(st.booleans()))
             assert explained.prefix == done.hot + done.warm + done.cold
             assert (explained.moved, explained.recomputed, explained.computed) == (

@@ -110,8 +110,8 @@ class Result(NamedTuple):
 
     `recomputed`: share of the moved tokens computed again. `in_vain`: what was computed before a second look had all
     computed once more, as a share of the moved tokens, too. looked: whether it had.
-    lead: nats by which the likeliest first token leads, before any second look. shift: nats by which the difference
-    between full prefill's two likeliest had changed then.
+    lead: nats by which full prefill's likeliest first token leads. shift: nats by which reuse changed the difference
+    between its two likeliest, before any second look.
     """
 
     close: Fidelity
@@ -259,7 +259,7 @@ class _Reused(NamedTuple):
     second look and compute all after all.
 
     share: of the moved tokens, what was computed again; None where none moved. computed: all that was, as a share of
-    the moved tokens. lead, shift: as in Result.
+    the moved tokens. shift: as in Result.
     """
 
     sure: list[AnyRepair]
@@ -268,7 +268,6 @@ class _Reused(NamedTuple):
     close: Fidelity
     share: float | None
     computed: float
-    lead: float
     shift: float
 
 
@@ -297,13 +296,13 @@ def _reuse(
         second, first = np.argsort(full.logits[0])[-2:]
         change = full.logits[0] - done.logits
         shift = abs(float(change[first] - change[second]))
-        yield _Reused(sure, unsure, kv, close, share, computed, lead(done.logits), shift)
+        yield _Reused(sure, unsure, kv, close, share, computed, shift)
         engine.recycle(kv)
 
 
 def _results(done: _Reused, full: Reference, found: bool | None) -> dict[AnyRepair, Result]:
     """What one prefill says of each repair; `found` is whether the fact is in the answer that it gave."""
-    kept = Result(done.close, found, done.share or 0.0, done.lead, done.shift)
+    kept = Result(done.close, found, done.share or 0.0, lead(full.logits[0]), done.shift)
     after_all = kept._replace(
         close=unchanged(full),
         found=None if found is None else True,
@@ -350,22 +349,25 @@ def measurement(repair: AnyRepair, results: Sequence[Result], own: Sequence[Resu
         recomputed=float(np.mean([result.recomputed for result in judged])),
         in_vain=float(np.mean([result.in_vain for result in judged])),
         looked=float(np.mean([result.looked for result in judged])),
-        first_at_least=at_least(judged),
+        first_at_least=at_least(judged, repair.margin if isinstance(repair, WhenSure) else 0.0),
     )
 
 
-def at_least(results: Sequence[Result]) -> float:
+def at_least(results: Sequence[Result], margin: float = 0.0) -> float:
     """What share of first tokens stays the likeliest over many prompts like these, with a confidence of 95 %.
 
-    Another token leads than after full prefill where reuse shifted the difference by more than that lead, and to its
-    side, which is one of two. So each lead is held against the shifts of all prompts, not of its own alone, which tells
-    from 50 prompts what counting tells from 500: a repair with 0 misses in 46 had 6 in 50 others, another with 0 in 49
-    had 5 in 100. The standard error is that of a U-statistic (Hoeffding, A class of statistics with asymptotically
+    margin: below which a second look follows. Another token leads, and by the margin, where reuse shifts the difference
+    to its side, which is one of two, by at least the lead and the margin. So each lead is held against the shifts of
+    all prompts, not of its own alone, as if the two were independent. Counting needs many more prompts: a repair with
+    0 misses in 46 had 6 in 50 others, another with 0 in 49 had 5 in 100. Over notes, screens and tool schemas this
+    expects what is counted within 6 points, where that is below 15 %; above it is too hopeful, but there misses are
+    plain to see. The standard error is that of a U-statistic (Hoeffding, A class of statistics with asymptotically
     normal distribution, 1948, section 7).
     """
     shifts = np.array([each.shift for each in results])
-    leads = np.array([math.inf if each.looked else each.lead for each in results])
-    missed = (shifts > leads[:, None]) / 2  # by lead, by shift
+    leads = np.array([each.lead for each in results])
+    excess = shifts - leads[:, None]  # by lead, by shift
+    missed = (excess >= margin if margin else excess > 0) / 2
     share = missed.mean(axis=1) + missed.mean(axis=0)
     error = share.std(ddof=1) / math.sqrt(len(results)) if len(results) > 1 else 0.0
     return 1 - float(missed.mean() + ONE_SIDED * error)

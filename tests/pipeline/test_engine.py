@@ -650,10 +650,8 @@ def test_what_calls_take_is_learned_as_it_is(kind: type[SimulatedNpu], folder: P
     for _ in range(3):
         used.prefill(TOKENS[:40], kv)
     costs = engine().costs(kv.slots).seconds
-    assert set(costs) == {
-        8,
-        16,
-    }  # 1.8 and 2.6 ms; a host that is late makes a call look longer, never shorter
+    # 1.8 and 2.6 ms; a host that is late makes a call look longer, never shorter.
+    assert set(costs) == {8, 16}
     assert 1.3e-3 < costs[8] < 6e-3
     assert 1.9e-3 < costs[16] < 9e-3
 

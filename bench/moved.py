@@ -117,7 +117,7 @@ class Bench:
     def calibrate(self, own: Sequence[Request], progress: Progress) -> None:
         """Measure what `fast` does instead of assuming it, on the prompts `own`."""
         task = progress.add_task("calibration", total=1.0)
-        prompts = [self.model.chat_prompt(request.system, request.user) for request in own]
+        prompts = list(map(self._prompt, own))
         with kvstore.open(None, identity=self.model.identity) as store:
             self.verdict = calibrate(
                 self.model,
@@ -131,7 +131,7 @@ class Bench:
     def measure(self, name: str, requests: Sequence[Request], folder: Path, progress: Progress) -> Runs:
         """Serve one workload; the measured requests in all modes."""
         runs: Runs = {mode: [] for mode in MODES}
-        prompts = [self.model.chat_prompt(request.system, request.user) for request in requests]
+        prompts = list(map(self._prompt, requests))
         for prompt in prompts:
             self._warm_up(len(prompt) + FORCED)
         with kvstore.open(folder, identity=self.model.identity) as store:
@@ -180,6 +180,10 @@ class Bench:
                 seconds = sum(statistics.median(samples) for samples in parts)
                 found.append((size, slots, window, seconds, len(parts[0])))
         return found
+
+    def _prompt(self, request: Request) -> NDArray[np.int32]:
+        asked = self.model.chat_prompt(request.system, request.user)
+        return np.concatenate([asked, self.model.tokenizer.encode(request.opening)])
 
     def _all_modes(
         self, store: KVStore, request: Request, prompt: NDArray[np.int32], number: int, *, rehearse: bool

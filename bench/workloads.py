@@ -6,7 +6,7 @@ are not `measured` are served first, or in between, and what they computed is wh
     notes      passages of one's notes in random order, four fifths of the tokens shown before; a question about one
     hops       multi-hop: what a first search found was shown before; a second, wiser search finds some of it again
     phone      task, actions so far, the screen as UI elements, the answer's format; a walk that comes back to screens
-    tools      some of the functions that belong to a task, in random order
+    tools      some of the functions that belong to a task, in random order; a call of one is asked for
     meeting    the transcript was read in pieces; a question comes with the turns that it is about
     unseen     passages that never came before: nothing to reuse but the system prompt
 """
@@ -39,12 +39,16 @@ _TEMPLATE = 40  # tokens that the chat template adds, and the seams between a fe
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt, in parts. Not `measured`: served only."""
+    """One prompt, in parts. Not `measured`: served only.
+
+    opening: how an engine that constrains answers begins this one, so that its first token decides something.
+    """
 
     system: str
     segments: tuple[str, ...]
     question: Question
     measured: bool = True
+    opening: str = ""
 
     @property
     def user(self) -> str:
@@ -174,7 +178,15 @@ def _phone(data: Path | None, rng: random.Random, size: Size, tokens: int) -> It
 
 
 def _tools(data: Path | None, rng: random.Random, size: Size, tokens: int) -> Iterator[Request]:
-    system = "You are an assistant that can call the functions below. Answer with one call, as name(argument=value, …)."
+    """The answer is opened, as by engines that are told to call a function: what comes first is its name.
+
+    Free to begin as it likes, SmolLM2-135M takes "You", "The" or "Here" with about the same likelihood.
+    """
+    opening = '{"name": "'
+    system = (
+        "You are an assistant that can call the functions below. Answer with one call and nothing else, as "
+        '{"name": function, "arguments": {argument: value, …}}.'
+    )
     described = texts.functions(data)
     tasks = texts.tasks(data)
     while True:
@@ -182,10 +194,11 @@ def _tools(data: Path | None, rng: random.Random, size: Size, tokens: int) -> It
         for task in tasks:
             others = [name for name in task.group if name not in task.called]
             rng.shuffle(others)
-            left = tokens - size(system) - size(task.text)
+            left = tokens - size(system) - size(task.text) - size(opening)
             shown = list(_fitting([described[name] for name in (*task.called, *others)], size, left))
             rng.shuffle(shown)
-            yield Request(system, tuple(shown), Question(task.text))
+            names = tuple(f'{name.partition(".")[2] or name}"' for name in task.called)
+            yield Request(system, tuple(shown), Question(task.text, names), opening=opening)
 
 
 def _meeting(data: Path | None, rng: random.Random, size: Size, tokens: int) -> Iterator[Request]:

@@ -63,6 +63,13 @@ def test_a_meeting_was_read_before_it_is_asked_about() -> None:
     assert min(held(workload("meeting", None, words, 20))) > 0.5
 
 
+def test_a_call_is_opened_so_that_its_first_token_is_the_name_of_a_function_shown() -> None:
+    for request in workload("tools", None, words, 20):
+        shown = [segment.partition(request.opening)[2] for segment in request.segments]
+        assert request.opening
+        assert any(each.startswith(answer) for each in shown for answer in request.question.answers)
+
+
 def test_search_by_words_prefers_rare_ones() -> None:
     passages = ["the cat and the dog", "the zebra", "nothing of all that"]
     assert by_words("where is the zebra", passages) == [passages[1], passages[0], passages[2]]

@@ -118,6 +118,53 @@ def test_a_sure_answer_is_what_the_repair_gives(engine: StaticGraphEngine) -> No
         np.testing.assert_array_equal(sure.logits, plain.logits)
 
 
+@pytest.mark.parametrize("cold", [False, True], ids=["memory", "flash"])
+def test_kv_is_exact_up_to_the_first_token_whose_kv_moved(
+    tmp_path: Path, engine: StaticGraphEngine, cold: bool
+) -> None:
+    first, second = two_prompts(engine)
+    repair = FirstTokens(24)
+    with opened(tmp_path, engine) as store:
+        Session(engine, store, "exact").generate(first, 1)
+    with opened(tmp_path, engine, Verdict(fast=repair, careful=None)) as store:
+        if not cold:
+            store.promote(store.lookup(second, moved=True), to="warm")
+        kv, plain = engine.allocate(len(second)), engine.allocate(len(second))
+        done = prefill(engine, store, second, kv, repair)
+        assert 40 + 24 <= done.exact_until < 40 + 55
+        engine.prefill(second, plain)
+        for ours, theirs in zip((*kv.keys, *kv.values), (*plain.keys, *plain.values), strict=True):
+            np.testing.assert_allclose(
+                ours[:, : done.exact_until], theirs[:, : done.exact_until], atol=1e-5, rtol=0
+            )
+        Session(engine, store, "fast").generate(second, 1)
+        assert store.lookup(second).length == done.exact_until
+
+
+def test_a_second_look_computes_from_the_first_token_whose_kv_moved(engine: StaticGraphEngine) -> None:
+    first, second = two_prompts(engine)
+    with opened(None, engine) as store:
+        Session(engine, store, "exact").generate(first, 1)
+        once = prefill(engine, store, second, engine.allocate(len(second)), FirstTokens(24))
+        before = engine.statistics.tokens
+        again = prefill(engine, store, second, engine.allocate(len(second)), WhenSure(FirstTokens(24), 1e9))
+        assert again.unsure
+        assert again.exact_until == len(second)
+        all_after_all = len(second) - once.exact_until
+        assert engine.statistics.tokens - before == once.computed + once.recomputed + all_after_all
+
+
+def test_no_second_look_where_no_kv_moved_in_the_end(engine: StaticGraphEngine) -> None:
+    first, second = two_prompts(engine)
+    with opened(None, engine) as store:
+        Session(engine, store, "exact").generate(first, 1)
+        done = prefill(engine, store, second, engine.allocate(len(second)), WhenSure(FirstTokens(70), 1e9))
+        assert (done.moved, done.recomputed, done.unsure) == (0, 125, False)
+        assert done.exact_until == len(second)
+        logits = engine.prefill(second, engine.allocate(len(second)))
+        np.testing.assert_allclose(done.logits, logits, atol=1e-4)
+
+
 def test_recompute_fills_the_calls_that_are_paid_for_anyway(engine: StaticGraphEngine) -> None:
     first, second = two_prompts(engine)
     with opened(None, engine) as store:
@@ -166,7 +213,8 @@ def test_what_was_computed_behind_moved_runs_is_reused_as_moved_never_as_prefix(
     with opened(None, engine) as store:
         Session(engine, store, "exact").generate(first, 1)
         Session(engine, store, "fast").generate(third, 1)
-        assert store.lookup(third).length == 40 + 0  # the system prompt alone is exact
+        held = store.lookup(third).length
+        assert 40 + 4 <= held < 40 + 16  # the system prompt, and the head that was computed again behind it
         again = np.concatenate([some(engine, 9, 17), fresh, some(engine, 10, 4)])
         (run,) = store.lookup(again, moved=True).runs
         assert (run.target, run.length) == (17, 64)

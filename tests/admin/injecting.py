@@ -270,7 +270,8 @@ def _small_file(kind: str, find: Callable[[Path], list[Path]]) -> Callable[[Dire
         if directory.order.random() < 0.7:
             edit(path, lambda content: flip(content, directory.order))
         else:
-            os.truncate(path, directory.order.randrange(path.stat().st_size))
+            # Without the line's end alone, nothing of a text is lost.
+            os.truncate(path, min(directory.order.randrange(size := path.stat().st_size), max(0, size - 2)))
         directory.hit[name] = kind
         return kind
 

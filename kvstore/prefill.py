@@ -8,7 +8,7 @@ Loading runs beside the engine: before it computes a group of layers, that group
 go through as few graph calls as the measured costs say, across whatever was reused between them: a graph takes any
 tokens in ascending order. The last token is always computed, for its logits. Where repairing moved runs would cost more
 than computing them, by the measured costs, they are left alone. A repair may ask for a second look (`WhenSure`): where
-the answer hangs in the balance, all from the first token on whose KV moved is computed after all.
+the answer hangs in the balance, all from the first moved token on is computed after all.
 """
 
 from __future__ import annotations
@@ -37,9 +37,8 @@ class Prefilled(msgspec.Struct, frozen=True):
     """Logits after the last token, float32 [vocab], and what became of the prompt's tokens.
 
     prefix + moved + recomputed + computed = tokens of the prompt. `tiers` counts prefix tokens by tier. KV before
-    `exact_until` is what a cold run computes: all up to the first token whose KV moved and was not computed again.
-    `fresh` are the spans behind that which nobody held. `unsure`: moved runs were loaded, and a second look had them
-    computed.
+    `exact_until`, where the first moved token stands, is what a cold run computes; `fresh` are the spans behind that
+    which nobody held. `unsure`: moved runs were loaded, and a second look had them computed.
     `store_seconds`: look-up, lease and load, so far as the engine waited for them.
     """
 
@@ -114,8 +113,7 @@ class _Prefill:
             )
         self._prefix, self._runs = choice.prefix, choice.runs
         self._hole, self._ahead = choice.hole, choice.ahead
-        self._recomputed = 0
-        self._exact_until = len(prompt)
+        self._again = np.empty(0, dtype=np.int64)  # positions in the runs that were computed again
         self._reads_flash = not all(block.in_memory for block in lease.blocks)
         self.store_seconds = 0.0
 
@@ -123,14 +121,14 @@ class _Prefill:
         loading = _Loading(self._lease, self._kv, self._prefix, self._runs, self._hole, self._ahead)
         try:
             if not self._runs and not self._hole[1] and not self._ahead:
-                self._recomputed, self._exact_until = 0, len(self._prompt)
                 return self._engine.prefill(
                     self._prompt, self._kv, start=self._prefix, before_group=loading.before(self._engine)
                 )
             logits = self._blend(loading)
-            approximate = self._exact_until < len(self._prompt)
+            exact_until = self._exact_until()
+            approximate = exact_until < len(self._prompt)
             if self._second_look and approximate and not self._second_look.is_sure(logits):
-                return self._compute_after_all()
+                return self._compute_after_all(exact_until)
             return logits
         except _ShrunkError:
             # All is loaded anew, less what was damaged in any layer, and nothing is computed ahead of it.
@@ -145,17 +143,18 @@ class _Prefill:
     def outcome(self, logits: NDArray[np.float32]) -> Prefilled:
         covered = sum(run.length for run in self._runs)
         prefix = self._prefix - (self._hole[1] - self._hole[0])
+        exact_until = self._exact_until()
         return Prefilled(
             logits=logits,
             prefix=prefix,
-            moved=covered - self._recomputed,
-            recomputed=self._recomputed,
+            moved=covered - len(self._again),
+            recomputed=len(self._again),
             computed=len(self._prompt) - prefix - covered,
             tiers=self._lease.tokens_by_tier(self._prefix, self._hole),
             bytes_read=self._lease.bytes_read,
             store_seconds=self.store_seconds,
-            exact_until=self._exact_until,
-            fresh=tuple((begin, end) for begin, end in self._gaps() if begin >= self._exact_until),
+            exact_until=exact_until,
+            fresh=tuple((begin, end) for begin, end in self._gaps() if begin >= exact_until),
             unsure=self._unsure,
         )
 
@@ -195,21 +194,24 @@ class _Prefill:
         logits: NDArray[np.float32] = engine.run(
             calls, kv, logits_of=[-1], before_call=loading.before_call(engine)
         )[0]
-        self._recomputed = len(chosen)
-        kept = np.setdiff1d(
-            [at for run in self._runs for at in range(run.target, run.target + run.length)], chosen
-        )
-        self._exact_until = int(kept[0]) if len(kept) else len(self._prompt)
+        self._again = chosen
         return logits
 
-    def _compute_after_all(self) -> NDArray[np.float32]:
-        """Compute all from the first token on whose KV moved: what is before it is exact, and in place."""
+    def _exact_until(self) -> int:
+        """Where the first moved token stands that was not computed again: what is before it saw nothing else."""
+        for run in self._runs:
+            kept = np.setdiff1d(np.arange(run.target, run.target + run.length), self._again)
+            if len(kept):
+                return int(kept[0])
+        return len(self._prompt)
+
+    def _compute_after_all(self, exact_until: int) -> NDArray[np.float32]:
+        """Compute all from the first moved token on: what is before it is exact, and in place."""
         engine, kv = self._engine, self._kv
-        places = np.arange(self._exact_until, len(self._prompt), dtype=np.int32)
+        places = np.arange(exact_until, len(self._prompt), dtype=np.int32)
         calls = engine.plan(self._prompt[places], places, places, kv)
         logits: NDArray[np.float32] = engine.run(calls, kv, logits_of=[-1])[0]
-        self._runs, self._recomputed, self._unsure = (), 0, True
-        self._exact_until = len(self._prompt)
+        self._runs, self._again, self._unsure = (), self._again[:0], True
         return logits
 
     def _gaps(self) -> Iterator[tuple[int, int]]:

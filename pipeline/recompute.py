@@ -192,7 +192,7 @@ class Everything(msgspec.Struct, frozen=True, tag="everything"):
 class WhenSure(msgspec.Struct, frozen=True, tag="sure"):
     """What `repair` does, then a look at the answer: it is kept where the likeliest next token leads by `margin` nats.
 
-    Where it does not, all from the first token whose KV moved is computed after all, and the answer is full prefill's.
+    Where it does not, all from the first moved token on is computed after all, and the answer is full prefill's.
     Reuse changes the first token mostly where two are about as likely: of 100 prompts of real notes, first-4 changed it
     in 4, three of them among the 12 whose two likeliest tokens were within 0.5 then.
 

@@ -270,8 +270,8 @@ def _small_file(kind: str, find: Callable[[Path], list[Path]]) -> Callable[[Dire
         if directory.order.random() < 0.7:
             edit(path, lambda content: flip(content, directory.order))
         else:
-            # Without the line's end alone, nothing of a text is lost.
-            os.truncate(path, min(directory.order.randrange(size := path.stat().st_size), max(0, size - 2)))
+            # By two bytes at least: a text without its line's end has lost nothing.
+            os.truncate(path, directory.order.randrange(max(1, path.stat().st_size - 1)))
         directory.hit[name] = kind
         return kind
 

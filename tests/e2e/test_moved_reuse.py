@@ -119,7 +119,7 @@ def test_a_sure_answer_is_what_the_repair_gives(engine: StaticGraphEngine) -> No
 
 
 @pytest.mark.parametrize("cold", [False, True], ids=["memory", "flash"])
-def test_kv_is_exact_up_to_the_first_token_whose_kv_moved(
+def test_kv_is_exact_up_to_the_first_moved_token(
     tmp_path: Path, engine: StaticGraphEngine, cold: bool
 ) -> None:
     first, second = two_prompts(engine)
@@ -131,6 +131,7 @@ def test_kv_is_exact_up_to_the_first_token_whose_kv_moved(
             store.promote(store.lookup(second, moved=True), to="warm")
         kv, plain = engine.allocate(len(second)), engine.allocate(len(second))
         done = prefill(engine, store, second, kv, repair)
+        assert bool(done.tiers["cold"]) == cold
         assert 40 + 24 <= done.exact_until < 40 + 55
         engine.prefill(second, plain)
         for ours, theirs in zip((*kv.keys, *kv.values), (*plain.keys, *plain.values), strict=True):
@@ -141,7 +142,7 @@ def test_kv_is_exact_up_to_the_first_token_whose_kv_moved(
         assert store.lookup(second).length == done.exact_until
 
 
-def test_a_second_look_computes_from_the_first_token_whose_kv_moved(engine: StaticGraphEngine) -> None:
+def test_a_second_look_computes_from_the_first_moved_token_on(engine: StaticGraphEngine) -> None:
     first, second = two_prompts(engine)
     with opened(None, engine) as store:
         Session(engine, store, "exact").generate(first, 1)
@@ -154,7 +155,7 @@ def test_a_second_look_computes_from_the_first_token_whose_kv_moved(engine: Stat
         assert engine.statistics.tokens - before == once.computed + once.recomputed + all_after_all
 
 
-def test_no_second_look_where_no_kv_moved_in_the_end(engine: StaticGraphEngine) -> None:
+def test_no_second_look_where_all_that_moved_was_computed_again(engine: StaticGraphEngine) -> None:
     first, second = two_prompts(engine)
     with opened(None, engine) as store:
         Session(engine, store, "exact").generate(first, 1)

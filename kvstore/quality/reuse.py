@@ -25,6 +25,7 @@ from kvstore.pipeline.recompute import (
     FirstTokens,
     Nothing,
     WhenSure,
+    first_of,
 )
 
 from ..codec import Codec
@@ -128,6 +129,8 @@ ONE_SIDED = 1.645
 """Standard errors: 95 % of a normal distribution lie below."""
 
 _CHANCE = 0.01
+_HARDLY_MORE = 0.10
+"""Of the moved tokens. Two second looks in 49 prompts more, or fewer, are chance, and cost half of this."""
 _EVIDENCE = 0.03
 """What evidence costs, as a share of the moved tokens computed again: a probe took 2 % of a prefill of 940 tokens, the
 deviation of all tokens 5 %."""
@@ -165,7 +168,7 @@ def judge(measurements: tuple[Measurement, ...]) -> Verdict:
     fast: mean KL <= 0.04 and first tokens agree in >= 97 %, counted and surely, over 16 prompts or more, at no more
     than computing the moved tokens costs, and with second looks that surely compute all of no more than half of the
     prompts: else most requests were slower than without reuse. careful: that, and recall >= 0.90 of full prefill, over
-    16 facts or more.
+    16 facts or more. Of the repair that is found, with the widest margin for second looks that costs hardly more.
     """
     told = [each for each in sorted(measurements, key=cost) if each.prompts >= LEAST_PROMPTS]
     faithful = [each for each in told if keeps_close(each)]
@@ -193,10 +196,29 @@ def judge(measurements: tuple[Measurement, ...]) -> Verdict:
         kept = f"{best.recall:.0%} of {best.recall_prompts} prompts"
         reasons.append(f"careful: no repair keeps {LEAST_RECALL:.0%} of the recall, the best {kept}")
     return Verdict(
-        close[0].repair if close else None,
-        recalling[0].repair if recalling else None,
+        _widest_look(close).repair if close else None,
+        _widest_look(recalling).repair if recalling else None,
         measurements,
         tuple(reasons),
+    )
+
+
+def _widest_look(passing: Sequence[Measurement]) -> Measurement:
+    """The repair of the first of `passing`, which are in order of cost, with the widest margin that costs hardly more.
+
+    The cheapest that passes only just passes: over notes the first 4 tokens of each run and a margin of 0.2, sure of
+    97.0 % over 49 prompts, missed 4 first tokens of 100 others. The margin of 0.5 computes 7 % of the moved tokens
+    more, and missed one.
+    """
+    cheapest = passing[0]
+    return max(
+        (
+            each
+            for each in passing
+            if first_of(each.repair) == first_of(cheapest.repair)
+            and cost(each) <= cost(cheapest) + _HARDLY_MORE
+        ),
+        key=lambda each: each.repair.margin if isinstance(each.repair, WhenSure) else 0.0,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvstore.pipeline.recompute import Attended, FirstTokens
+from kvstore.pipeline.recompute import Attended, FirstTokens, WhenSure
 from kvstore.quality.reuse import Measurement, judge, within_chance
 
 NEAR, FAR = 0.01, 0.2
@@ -82,6 +82,27 @@ def test_a_policy_without_a_repair_says_why(
     assert verdict.careful is None
     assert verdict.why_none("careful") == careful
     assert verdict.why_none("fast") == (careful if fast == "the same" else fast)
+
+
+def test_a_second_look_is_as_wide_as_costs_hardly_more() -> None:
+    """The fault this excludes: the margin that only just passed over 49 prompts missed 4 first tokens of 100 others."""
+
+    def looking(k: int, margin: float, looked: float) -> Measurement:
+        some = measured(k, NEAR, 0.95)
+        return msgspec.structs.replace(
+            some,
+            repair=WhenSure(FirstTokens(k), margin),
+            recomputed=some.recomputed + looked,
+            looked=looked,
+        )
+
+    no_look = msgspec.structs.replace(measured(8, NEAR, 0.95), first_at_least=0.95)
+    another = looking(60, 1.0, 0.0)
+    some = looking(8, 0.1, 0.02), looking(8, 0.2, 0.02), looking(8, 0.5, 0.1), looking(8, 0.7, 0.2)
+    verdict = judge((no_look, *some, another))
+    assert verdict.fast == verdict.careful == WhenSure(FirstTokens(8), 0.5)
+    assert judge((no_look, some[0], some[3])).fast == WhenSure(FirstTokens(8), 0.1)
+    assert judge((measured(8, NEAR, 0.95), *some)).fast == WhenSure(FirstTokens(8), 0.5)
 
 
 def test_a_few_prompts_decide_for_no_policy() -> None:

@@ -135,7 +135,8 @@ def test_a_window_that_holds_all_that_is_seen_changes_nothing(
     np.testing.assert_allclose(seen, expected["attention"][:, :window], atol=1e-5)
     assert (expected.pop("attention")[:, window:] == 0).all()
     for name, array in expected.items():
-        rounding = 1e-5 if kv_dtype == "float32" else 1e-3
+        # Sums over another width are added up in another order. One slot seen too many, or too few, changes 5 and more.
+        rounding = 1e-4 if kv_dtype == "float32" else 1e-3
         np.testing.assert_allclose(found[name], array, atol=rounding, err_msg=name)
     onnx.save(narrow.model, weights.folder / "narrow.onnx")
     onnx.checker.check_model(weights.folder / "narrow.onnx", full_check=True)

@@ -40,7 +40,7 @@ from bench.workloads import Request
 from kvstore import models
 from kvstore.choice import choose, repairable, spread
 from kvstore.language_model import LAYER_GROUPS, LanguageModel
-from kvstore.pipeline.engine import StaticGraphEngine
+from kvstore.pipeline.engine import WINDOWS, StaticGraphEngine
 from kvstore.pipeline.kv_allocation import KvAllocation
 from kvstore.pipeline.onnx_runtime import OnnxRuntime
 from kvstore.pipeline.recompute import AnyRepair, FirstTokens, Nothing, WhenSure
@@ -99,13 +99,20 @@ def _repairs(verdict: Verdict) -> dict[str, AnyRepair | None]:
 
 
 class Bench:
-    """A model whose graph calls are timed, and the verdict that says what `fast` and `careful` do."""
+    """A model whose graph calls are timed, and the verdict that says what `fast` and `careful` do.
 
-    def __init__(self, path: Path) -> None:
+    whole_width: every graph reads all slots of its context, none a window of them.
+    """
+
+    def __init__(self, path: Path, *, whole_width: bool = False) -> None:
         self.model = LanguageModel(path)
         self.watch = TimedRuntime(OnnxRuntime())
         self.engine = StaticGraphEngine(
-            path, runtime=self.watch, groups=LAYER_GROUPS, cache=models.cache_directory() / "engine"
+            path,
+            runtime=self.watch,
+            windows={} if whole_width else WINDOWS,
+            groups=LAYER_GROUPS,
+            cache=models.cache_directory() / "engine",
         )
         self.model.engine = self.engine
         self.verdict = UNMEASURED
@@ -152,7 +159,7 @@ class Bench:
     def bounds(self, runs: Sequence[Run]) -> list[float]:
         """Seconds that no calls could beat: each token that was due at the best rate of any graph that sees its slot.
 
-        Rates are medians of the latest workload.
+        Rates are medians of the latest workload. With graphs of whole width alone, that is the best rate of any.
         """
         calls = self.calls()
         found = []

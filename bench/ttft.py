@@ -64,6 +64,11 @@ def _options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="what `fast` does is found on N (48) other prompts of each workload; 0, as in a quick run: by hand",
     )
+    parser.add_argument(
+        "--whole-width",
+        action="store_true",
+        help="graphs without windows: each reads all slots of its context",
+    )
 
 
 def _moved(
@@ -72,7 +77,7 @@ def _moved(
     """Workloads with moved tokens, and `recall`."""
     if not names:
         return
-    bench = Bench(models.smollm2())
+    bench = Bench(models.smollm2(), whole_width=args.whole_width)
     kinds = [name for name in names if name != "recall"]
     own = args.calibrate if args.calibrate is not None else 0 if args.quick else 48
     everything = []

@@ -75,3 +75,12 @@ def test_the_watch_counts_whole_calls_alone(bench: Bench) -> None:
     assert any(parts - groups for parts in seen.values())
     counted = {size for size, *_ in bench.calls()}
     assert counted == {size for size, parts in seen.items() if groups <= parts}
+
+
+def test_graphs_of_whole_width_read_all_slots(tmp_path: Path, bench: Bench) -> None:
+    """Then the best rate of any graph is that of one which sees every token."""
+    whole = Bench(tmp_path / "tiny.gguf", whole_width=True)
+    for each in (bench, whole):
+        each.engine.prefill(range(300), each.engine.allocate(1000))
+    assert any(window < slots for _, slots, window, *_ in bench.calls())
+    assert all(window == slots for _, slots, window, *_ in whole.calls())

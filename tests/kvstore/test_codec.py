@@ -120,7 +120,16 @@ def test_what_comes_back_is_within_the_steps(shape: FrameShape, name: Codec, see
     assert raw.tobytes() == before
     back = decoded(encoded.form, encoded.pieces, shape)
     if codec.is_lossless(encoded.form):
-        assert shape.tokens - max(0, EXACT_TOKENS - shape.start) < 16 or not shape.nbytes
+        # Too few tokens, or (fault of this test, once: it did not allow for it) numbers that may want a step beyond the
+        # coarsest, 2^(71/8): no step wanted is more than a share of 3 times the largest number, keys turned back.
+        numbers = [
+            np.abs(exact_values(array, layout)).max(initial=0)
+            for _, *arrays in layout.layer_views(raw, shape.layers, shape.tokens)
+            for array in arrays
+        ]
+        coarsest = 3 * max(numbers, default=0) * max(*SHARES[name], 1 / 127)
+        few = shape.tokens - max(0, EXACT_TOKENS - shape.start) < 16 or not shape.nbytes
+        assert few or coarsest > 2 ** (71 / 8)
         assert back.tobytes() == before
         return
     exact = max(0, EXACT_TOKENS - shape.start)

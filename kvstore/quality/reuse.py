@@ -130,7 +130,7 @@ ONE_SIDED = 1.645
 
 _CHANCE = 0.01
 _HARDLY_MORE = 0.10
-"""Of the moved tokens. Two second looks in 49 prompts more, or fewer, are chance, and cost half of this."""
+"""Of the moved tokens. Two second looks in 49 prompts, more or fewer, are chance, and cost half of this."""
 _EVIDENCE = 0.03
 """What evidence costs, as a share of the moved tokens computed again: a probe took 2 % of a prefill of 940 tokens, the
 deviation of all tokens 5 %."""
@@ -139,6 +139,13 @@ deviation of all tokens 5 %."""
 def cost(measured: Measurement) -> float:
     """What a repair computes, all in all, as a share of the moved tokens."""
     return measured.recomputed + measured.in_vain + (0.0 if measured.repair.evidence is None else _EVIDENCE)
+
+
+def unlooked_cost(measured: Measurement) -> float:
+    """What it computes for a prompt that no second look follows, which is the usual one, as `cost` counts."""
+    others = 1 - measured.looked
+    kept = (measured.recomputed - measured.looked) / others if others else 1.0
+    return kept + (0.0 if measured.repair.evidence is None else _EVIDENCE)
 
 
 def pays(measured: Measurement) -> bool:
@@ -163,12 +170,12 @@ def within_chance(misses: int, prompts: int) -> bool:
 
 
 def judge(measurements: tuple[Measurement, ...]) -> Verdict:
-    """The cheapest repair that passes each policy's bars; `measurements` of all that may be chosen, in any order.
+    """A repair, as cheap as any that passes, for each policy; `measurements` of all that may be chosen, in any order.
 
     fast: mean KL <= 0.04 and first tokens agree in >= 97 %, counted and surely, over 16 prompts or more, at no more
     than computing the moved tokens costs, and with second looks that surely compute all of no more than half of the
     prompts: else most requests were slower than without reuse. careful: that, and recall >= 0.90 of full prefill, over
-    16 facts or more. Of the repair that is found, with the widest margin for second looks that costs hardly more.
+    16 facts or more. Which of those that pass and cost about as little as the cheapest, see `_chosen`.
     """
     told = [each for each in sorted(measurements, key=cost) if each.prompts >= LEAST_PROMPTS]
     faithful = [each for each in told if keeps_close(each)]
@@ -196,28 +203,28 @@ def judge(measurements: tuple[Measurement, ...]) -> Verdict:
         kept = f"{best.recall:.0%} of {best.recall_prompts} prompts"
         reasons.append(f"careful: no repair keeps {LEAST_RECALL:.0%} of the recall, the best {kept}")
     return Verdict(
-        _widest_look(close).repair if close else None,
-        _widest_look(recalling).repair if recalling else None,
+        _chosen(close).repair if close else None,
+        _chosen(recalling).repair if recalling else None,
         measurements,
         tuple(reasons),
     )
 
 
-def _widest_look(passing: Sequence[Measurement]) -> Measurement:
-    """The repair of the first of `passing`, which are in order of cost, with the widest margin that costs hardly more.
+def _chosen(passing: Sequence[Measurement]) -> Measurement:
+    """Of `passing`, which are in order of cost, and of those that cost hardly more than the first of them: the repair
+    that computes least for the usual prompt, with the widest margin for second looks.
 
-    The cheapest that passes only just passes: over notes the first 4 tokens of each run and a margin of 0.2, sure of
-    97.0 % over 49 prompts, missed 4 first tokens of 100 others. The margin of 0.5 computes 7 % of the moved tokens
-    more, and missed one.
+    Over notes of 1,920 tokens the first 4 tokens of each run came to 22 % of the moved tokens, what the question
+    attends to to 21 %: the same, within chance. But the usual prompt had 2 % computed again, or 8 % and a probe.
+
+    The cheapest margin that passes only just passes: over notes the first 4 tokens of each run and a margin of 0.2,
+    sure of 97.0 % over 49 prompts, missed 4 first tokens of 100 others. The margin of 0.5 computes 7 % of the moved
+    tokens more, and missed one.
     """
-    cheapest = passing[0]
+    alike = [each for each in passing if cost(each) <= cost(passing[0]) + _HARDLY_MORE]
+    least = first_of(min(alike, key=unlooked_cost).repair)
     return max(
-        (
-            each
-            for each in passing
-            if first_of(each.repair) == first_of(cheapest.repair)
-            and cost(each) <= cost(cheapest) + _HARDLY_MORE
-        ),
+        (each for each in alike if first_of(each.repair) == least),
         key=lambda each: each.repair.margin if isinstance(each.repair, WhenSure) else 0.0,
     )
 

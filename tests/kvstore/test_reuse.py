@@ -105,6 +105,25 @@ def test_a_second_look_is_as_wide_as_costs_hardly_more() -> None:
     assert judge((measured(8, NEAR, 0.95), *some)).fast == WhenSure(FirstTokens(8), 0.5)
 
 
+def test_of_repairs_that_cost_alike_the_one_for_prompts_without_second_looks() -> None:
+    """The fault this excludes: means that differed by less than chance decided for what made most requests slower."""
+
+    def looking(repair: FirstTokens | Attended, margin: float, kept: float, looked: float) -> Measurement:
+        return msgspec.structs.replace(
+            measured(8, NEAR, 0.95),
+            repair=WhenSure(repair, margin),
+            recomputed=kept * (1 - looked) + looked,
+            looked=looked,
+        )
+
+    few, asked = FirstTokens(4), Attended(0.08)
+    rarely = looking(asked, 0.1, 0.08, 0.05), looking(asked, 0.2, 0.08, 0.07)
+    often = looking(few, 0.1, 0.02, 0.12), looking(few, 0.2, 0.02, 0.17)
+    assert judge((*rarely, *often)).fast == WhenSure(few, 0.2)
+    too_often = looking(few, 0.2, 0.02, 0.3)
+    assert judge((*rarely, too_often)).fast == WhenSure(asked, 0.2)
+
+
 def test_a_few_prompts_decide_for_no_policy() -> None:
     """Three prompts that went well by chance chose the repair of `fast`."""
     few = msgspec.structs.replace(measured(8, NEAR, 1.0), prompts=15)
